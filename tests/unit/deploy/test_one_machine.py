@@ -50,7 +50,8 @@ def test_what_the_compose_file_names_of_aqualib_is_there() -> None:
 def test_commands_of_the_compose_file_are_taken() -> None:
     tokens = re.findall(r"(aqua-coordinator) (token [^)\"]+)", COMPOSE)
     others = re.findall(
-        r"(?:exec|--rm) (?:coordinator aqua-coordinator|(batch)) (.+?)(?:  .*)?$",
+        r"docker compose (?:exec coordinator sh -c '.* aqua-coordinator|run --rm (batch)) (.+?)"
+        r"(?:'|  .*)$",
         COMPOSE,
         re.MULTILINE,
     )
