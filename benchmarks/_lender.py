@@ -62,6 +62,11 @@ class Lender:
         self._process.stdin.close()
         self._process.wait(RECLAIM_TIMEOUT_S)
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
     def call(self, verb: str, nbytes: int) -> dict[str, Any]:
         """Run a command there and wait for its answer."""
         assert self._process.stdin is not None

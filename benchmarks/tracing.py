@@ -5,10 +5,14 @@ collector of its own process; the two are taken in turns, a round each, so that 
 both. A round is one lease: grant and release, attach, `PAGE_OUTS` page-outs, reclaim. What is told
 of each part is the median over rounds of the ratio within a round, with the interval that holds the
 true median in 95 runs of 100; and of all of a round together, which is the product's job as an
-engine sees it, for a lease that serves as few page-outs as this.
+engine sees it, for a lease that serves as many page-outs.
 
-The bar is 2%, for page-outs, reclaims and the round. A grant by itself has none: it is some spans
-on two sides, and the coordinator does little else for it.
+The same is told of CPU time, which busy neighbours lengthen less than they do waits: of a lease's
+life in all three processes of a side together, exports to the collector included, by blocks of
+`BLOCK_ROUNDS` rounds.
+
+The bar is 2%, for page-outs, reclaims, the round and its CPU time. A grant by itself has none: it
+is some spans on two sides, and the coordinator does little else for it.
 
 `--control` draws nothing on either side: what it tells apart from 1 is this machine's doing.
 """
@@ -23,8 +27,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -49,7 +54,9 @@ from aqualib.transports import select
 SLAB_BYTES: Final = 16 * MIB
 SLAB_COUNT: Final = 4
 BLOCK_BYTES: Final = 2 * MIB
-PAGE_OUTS: Final = 20
+PAGE_OUTS: Final = 200
+"""In a lease's life: about a second of them, short for a lease of an engine. A lease's spans are
+drawn once, so half as many would double their share."""
 SETTLE_S: Final = 10.0
 MAX_RATIO: Final = 1.02
 IDENTITY: Final = Identity(node="bench", domain="bench", gpu_uuid="bench")
@@ -68,6 +75,12 @@ server.serve_forever()
 """
 
 WHOLE: Final = "a lease's life"
+CPU: Final = "CPU time of it"
+BLOCK_ROUNDS: Final = 2
+"""Rounds whose CPU time is compared together: exports come seconds apart. Twice as many halve the
+number of ratios."""
+EXPORTER: Final = "OtelBatchSpanRecordProcessor"
+"""The thread that sends spans, by OpenTelemetry's name for it."""
 
 Samples = dict[tuple[str, bool], list[list[float]]]
 """Seconds of each part, with tracing or without, by round."""
@@ -96,9 +109,21 @@ def lender(directory: Path, *, traces: bool) -> Iterator[Lender]:
         yield started
 
 
+def cpu_s(process: int | str, thread: int | str = "*") -> float:
+    """Seconds that a process's threads, or one of them, have had a processor; by Linux."""
+    tasks = Path("/proc").glob(f"{process}/task/{thread}/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+
+def exporter_cpu_s() -> float:
+    """Of this process's thread that sends spans, which runs in rounds of both kinds."""
+    senders = [one.native_id for one in threading.enumerate() if one.name == EXPORTER]
+    return sum(cpu_s("self", one) for one in senders if one is not None)
+
+
 @contextlib.contextmanager
-def coordinator(directory: Path, *, traces: bool) -> Iterator[str]:
-    """The address of a coordinator with its own store, with or without tracing."""
+def coordinator(directory: Path, *, traces: bool) -> Iterator[tuple[str, int]]:
+    """The address and the process of a coordinator with its own store, with or without tracing."""
     environment = {**os.environ, "AQUA_TRACING": str(traces).lower()}
     data_dir = directory / str(traces)
     with subprocess.Popen(
@@ -111,7 +136,7 @@ def coordinator(directory: Path, *, traces: bool) -> Iterator[str]:
         try:
             for line in process.stderr:
                 if '"listening"' in line:
-                    yield json.loads(line)["url"]
+                    yield json.loads(line)["url"], process.pid
                     return
             raise RuntimeError("the coordinator did not start")
         finally:
@@ -160,11 +185,13 @@ def grant(link: CoordinatorClient, tracer: Tracer | None, spent: Samples, *, tra
 def measure(rounds: int, directory: Path, *, control: bool, quiet: bool) -> Samples:
     """Seconds of everything, by what and whether it was traced, or in a control was called so."""
     spent: Samples = defaultdict(list)
+    cpu: dict[bool, list[list[float]]] = {False: [], True: []}
     with contextlib.ExitStack() as stack:
         stack.enter_context(collector())
         tracer = None if control else open_tracer("benchmark")
         tracers = {False: None, True: tracer}
         aquas, lenders, links, sides = {}, {}, {}, {}
+        others: dict[bool, tuple[int, int]] = {}
         for traces in (False, True):
             is_on = traces and not control
             sides[traces] = directory / ("on" if traces else "off")
@@ -181,7 +208,8 @@ def measure(rounds: int, directory: Path, *, control: bool, quiet: bool) -> Samp
                     tracer=tracers[traces],
                 )
             )
-            url = stack.enter_context(coordinator(sides[traces], traces=is_on))
+            url, pid = stack.enter_context(coordinator(sides[traces], traces=is_on))
+            others[traces] = (lenders[traces].pid, pid)
             link = stack.enter_context(CoordinatorClient(url, tracer=tracers[traces]))
             links[traces] = link
             books_id: BooksId | None = None
@@ -197,15 +225,29 @@ def measure(rounds: int, directory: Path, *, control: bool, quiet: bool) -> Samp
                 )
                 books_id = BooksId(link.report_producer(report).books_id)
                 link.report_consumer(ConsumerReport(**stamp, consumer_id="c"))
+        worked_s: Counter[bool] = Counter()
+        begun_s: dict[bool, float] = {}
         for number in track(range(rounds + 1), "measuring", disable=quiet):
             for traces in (False, True) if number % 2 else (True, False):
+                worked_s[traces] -= time.process_time() - exporter_cpu_s()
                 live(aquas[traces], lenders[traces], spent, traces=traces)
                 grant(links[traces], tracers[traces], spent, traces=traces)
+                worked_s[traces] += time.process_time() - exporter_cpu_s()
+            if number % BLOCK_ROUNDS:
+                continue
+            for traces in (False, True):
+                elsewhere_s = sum(map(cpu_s, others[traces])) + traces * exporter_cpu_s()
+                if number:
+                    all_s = worked_s[traces] + elsewhere_s - begun_s[traces]
+                    cpu[traces].append([all_s / BLOCK_ROUNDS])
+                begun_s[traces] = elsewhere_s
+            worked_s.clear()
             if not number:  # Pages are faulted in, connections are open.
                 spent.clear()
     for traces in (False, True):
         parts = [spent[what, of] for what, of in [*spent] if of == traces]
         spent[WHOLE, traces] = [[sum(map(sum, each))] for each in zip(*parts, strict=True)]
+        spent[CPU, traces] = cpu[traces]
     return spent
 
 
@@ -232,7 +274,9 @@ def compare(off: list[list[float]], on: list[list[float]]) -> dict[str, Any]:
 
 def main(
     *,
-    rounds: Annotated[int, typer.Option(min=1, help="Lives of a lease, of each kind.")] = 40,
+    rounds: Annotated[
+        int, typer.Option(min=BLOCK_ROUNDS, help="Lives of a lease, of each kind.")
+    ] = 40,
     control: Annotated[bool, typer.Option("--control", help="Draw nothing on both sides.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
@@ -250,7 +294,8 @@ def main(
                 f"{found['interval'][1]:.3f}, p99 {found['p99_ratio']:.3f}) of "
                 f"{found['off_ms']:.3f} ms, {found['samples']} samples"
             )
-    slow = [what for what in ("page-out", "reclaim", WHOLE) if report[what]["ratio"] > MAX_RATIO]
+    bars = ("page-out", "reclaim", WHOLE, CPU)
+    slow = [what for what in bars if report[what]["ratio"] > MAX_RATIO]
     raise typer.Exit(bool(slow))
 
 
