@@ -50,6 +50,7 @@ RECORDS ?=
 # `make test-chart`: write, to take the chart's renders over as they are.
 GOLDEN ?=
 KEEP ?=
+ARCH ?=
 
 # `make test-repeat`: tests by name, or SUITE times `make test`; and busy processes a core beside
 # them, of which a list ("0 2") takes one after the other.
@@ -249,14 +250,15 @@ test-chart: .venv-chart/.ready ## Render the chart with a real helm and check it
 	GOLDEN=$(GOLDEN) .venv-chart/bin/python -m pytest -m chart tests/chart $(PYTEST_ARGS)
 
 # As root: a root file system is made, mounted and entered, the compose file's services run by podman,
-# and the units of a machine that systemd boots. KEEP=1 takes the images of the last run.
+# and the units of a machine that systemd boots. KEEP=1 takes the images of the last run, and ARCH=arm64 makes
+# and runs those of that kind by emulation: Debian's qemu-user-static and binfmt-support.
 IMAGE_TOOLS := buildah debootstrap podman systemd-nspawn curl
 
 .PHONY: test-images
 test-images: $(READY) .venv-chart/.ready ## Build the images and run them, as a cluster, compose and systemd would; needs root
 	@command -v $(IMAGE_TOOLS) >/dev/null && test "$$(command -v $(IMAGE_TOOLS) | wc -l)" = $(words $(IMAGE_TOOLS)) || \
 	  { echo "one of $(IMAGE_TOOLS) is not here. On Debian and Ubuntu: apt-get install buildah debootstrap podman netavark aardvark-dns systemd systemd-container curl" >&2; exit 1; }
-	KEEP=$(KEEP) .venv-chart/bin/python -m pytest -m images tests/images $(PYTEST_ARGS)
+	KEEP=$(KEEP) ARCH=$(ARCH) .venv-chart/bin/python -m pytest -m images tests/images $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: $(READY) ## Check style, format, types, import arrows and generated docs

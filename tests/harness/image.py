@@ -19,7 +19,11 @@ from typing import Any, Final
 
 from harness.chart import ROOT
 
-BASE: Final = "localhost/aqua-test-base:bookworm"
+ARCH: Final = os.environ.get("ARCH", "")
+"""Of the images, where it is not this machine's: Debian's qemu-user-static runs them."""
+_ARCH_OPTION: Final = ("--arch", ARCH) if ARCH else ()
+_SUFFIX: Final = f"-{ARCH}" if ARCH else ""
+BASE: Final = f"localhost/aqua-test-base{_SUFFIX}:bookworm"
 CERTIFICATES: Final = Path("/etc/ssl/certs")
 
 # $1 is the image's root; the rest is a command line, its environment first.
@@ -52,15 +56,20 @@ def make_base(folder: Path) -> None:
     root = folder / "base"
     include = "--include=python3,python3-venv,ca-certificates"
     subprocess.run(
-        ["debootstrap", "--variant=minbase", include, "bookworm", root],
+        ["debootstrap", *_ARCH_OPTION, "--variant=minbase", include, "bookworm", root],
         check=True,
         capture_output=True,
         timeout=1500,
     )
-    container = buildah("from", "scratch")
+    container = buildah("from", *_ARCH_OPTION, "scratch")
     buildah("add", "--quiet", container, root, "/")
     buildah("commit", "--quiet", "--rm", container, BASE)
     shutil.rmtree(root)
+
+
+def name_of(service: str) -> str:
+    """What its image is called here."""
+    return f"localhost/aqua-test{_SUFFIX}/{service}"
 
 
 def build(service: str, folder: Path) -> str:
@@ -74,9 +83,9 @@ def build(service: str, folder: Path) -> str:
     ).stdout.strip()
     lines = ["[global]", f"cert = {CERTIFICATES}/ca-certificates.crt"]
     pip.write_text("\n".join(lines + ([f"index-url = {index}"] if index else [])) + "\n")
-    name = f"localhost/aqua-test/{service}"
+    name = name_of(service)
     buildah(
-        *("bud", "--quiet", "--layers", "--isolation", "chroot", "--pull-never"),
+        *("bud", "--quiet", "--layers", "--isolation", "chroot", "--pull-never", *_ARCH_OPTION),
         *("--volume", f"{pip}:/etc/pip.conf:ro"),
         *("--volume", f"{CERTIFICATES}:{CERTIFICATES}:ro"),
         *("--build-arg", f"BASE={BASE}"),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from harness.image import build, buildah, make_base
+from harness.image import build, buildah, make_base, name_of
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,7 +24,7 @@ def built(base: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
     made: dict[str, str] = {}
 
     def image(service: str) -> str:
-        name = f"localhost/aqua-test/{service}"
+        name = name_of(service)
         if service not in made:
             made[service] = (
                 name if name in known else build(service, tmp_path_factory.mktemp(service))

@@ -10,10 +10,13 @@ from typing import Final
 import pytest
 
 from harness.bounds import HANG_S
-from harness.image import mounted
+from harness.image import ARCH, mounted
 from harness.systemd_machine import UNITS, SystemdMachine
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(bool(ARCH), reason="a machine of this kind has its own images"),
+]
 
 SERVICES: Final = sorted(path.stem for path in UNITS.glob("*.service"))
 PORTS: Final = {"aqua-batch": 7720, "aqua-coordinator": 7700, "aqua-placer": 7710}

@@ -29,6 +29,8 @@ from harness.image import BASE, command_in, configuration, mounted, tree_bytes
 MAX_COORDINATOR_BYTES: Final = 120 * 10**6
 ARM64: Final = ("manylinux_2_28_aarch64", "manylinux_2_17_aarch64", "manylinux2014_aarch64")
 """What Debian's C library on arm64 (GB200 hosts) takes."""
+BY_PATCH_RELEASE: Final = {"async-timeout"}
+"""What redis-py requires of Python below 3.11.3, which the base may have and this machine not."""
 DEMO: Final = str(ROOT / ".venv" / "bin" / "aqua-demo")
 """Its torch is in no environment of the chart, nor in an image."""
 pytestmark = pytest.mark.timeout(1800)
@@ -123,7 +125,7 @@ def test_it_carries_its_program_and_no_installer_and_no_torch(
 
 
 def test_all_that_it_installs_has_a_wheel_for_arm64(service: str, tmp_path: Path) -> None:
-    """There is no machine of that kind to build on; nothing but Python would be built there."""
+    """So nothing is compiled there; `ARCH=arm64` builds and runs it by emulation."""
     dockerfile = (ROOT / "docker" / f"{service}.Dockerfile").read_text()
     _, _, line = dockerfile.partition("--constraint constraints.txt")
     what = shlex.split(line.partition("&&")[0].partition("\n\n")[0].replace("\\\n", ""))
@@ -156,9 +158,11 @@ def test_the_bill_of_a_release_lists_what_it_installs(
     installed = {f"{one.name}=={one.version}" for one in distributions(path=[str(site)])}
     (path,) = bills.glob(f"aqua-{service}-*.cdx.json")
     bill = json.loads(path.read_text())
-    listed = {f"{one['name']}=={one['version']}" for one in bill["components"]}
-    assert listed == installed
-    assert bill["metadata"]["component"]["name"] == f"aqua-{service}"
+    described = [bill["metadata"]["component"], *bill["components"]]
+    listed = {f"{one['name']}=={one['version']}" for one in described}
+    assert described[0]["name"] == f"aqua-{service}"
+    assert listed <= installed
+    assert {one.partition("==")[0] for one in installed - listed} <= BY_PATCH_RELEASE
     assert str(ROOT) not in path.read_text()
     sums = {line.split()[1] for line in (bills / "SHA256SUMS").read_text().splitlines()}
     assert path.name in sums
