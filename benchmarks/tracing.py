@@ -29,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -225,7 +225,7 @@ def measure(rounds: int, directory: Path, *, control: bool, quiet: bool) -> Samp
                 )
                 books_id = BooksId(link.report_producer(report).books_id)
                 link.report_consumer(ConsumerReport(**stamp, consumer_id="c"))
-        worked_s: Counter[bool] = Counter()
+        worked_s: defaultdict[bool, float] = defaultdict(float)
         begun_s: dict[bool, float] = {}
         for number in track(range(rounds + 1), "measuring", disable=quiet):
             for traces in (False, True) if number % 2 else (True, False):
