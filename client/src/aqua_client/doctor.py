@@ -1,8 +1,8 @@
 """The coordinator as `aqua doctor` sees it: is it there, of which version, what may our token do?
 
-Reads `AQUA_COORDINATOR_URL`, `AQUA_TOKEN` and `AQUA_TLS_*` as members do. Changes nothing: roles
-are learned by asking to revoke a lease that cannot exist, which only an operator may, and whose
-refusal lists the roles that the token has.
+Reads `AQUA_COORDINATOR_URL`, `AQUA_TOKEN`, `AQUA_REQUEST_TIMEOUT_S` and `AQUA_TLS_*` as members do.
+Changes nothing: roles are learned by asking to revoke a lease that cannot exist, which only an
+operator may, and whose refusal lists the roles that the token has.
 """
 
 from __future__ import annotations
@@ -12,11 +12,20 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Final
 
-from aqua_client.client import CoordinatorClient, RetryRule
-from aqua_protocol.errors import AquaError, ForbiddenError, UnauthenticatedError, UnavailableError
+from aqua_client.client import DEFAULT_TIMEOUT_S, CoordinatorClient, RetryRule
+from aqua_protocol.errors import (
+    AquaError,
+    ConfigError,
+    ForbiddenError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from aqua_protocol.findings import Finding, FindingLevel
 
 URL_VARIABLE: Final = "AQUA_COORDINATOR_URL"
+TIMEOUT_VARIABLE: Final = "AQUA_REQUEST_TIMEOUT_S"
+MAX_TIMEOUT_S: Final = 60.0
+"""As members take it. Doubled, the doctor waits so much longer for a coordinator that hangs."""
 DEFAULT_URL: Final = "http://127.0.0.1:7700"
 OK, WARN, FAIL = FindingLevel
 
@@ -26,7 +35,9 @@ def probe_coordinator() -> Iterator[Finding]:
     url = os.environ.get(URL_VARIABLE) or DEFAULT_URL
     token = os.environ.get("AQUA_TOKEN") or None
     try:
-        client = CoordinatorClient(url, token, retry=RetryRule(max_attempts=1))
+        client = CoordinatorClient(
+            url, token, timeout_s=_timeout_s(), retry=RetryRule(max_attempts=1)
+        )
     except AquaError as error:
         yield _finding("coordinator", FAIL, error.message, error.remedy)
         return
@@ -51,6 +62,20 @@ def probe_coordinator() -> Iterator[Finding]:
             remedy = "Install one version on both sides; upgrade the older one."
             yield _finding("coordinator", WARN, f"{there}; here is {ours}", remedy)
         yield _token(client, token)
+
+
+def _timeout_s() -> float:
+    text = os.environ.get(TIMEOUT_VARIABLE) or str(DEFAULT_TIMEOUT_S)
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = 0.0
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise ConfigError(
+            f"{TIMEOUT_VARIABLE} is {text!r}",
+            remedy=f"Give seconds, more than 0 and at most {MAX_TIMEOUT_S:g}.",
+        )
+    return timeout_s
 
 
 def _token(client: CoordinatorClient, token: str | None) -> Finding:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from aqua_client import CoordinatorClient
 from aqua_client.doctor import probe_coordinator
 from aqua_coordinator.tokens import Role, create_token
 from aqua_protocol.findings import Finding, FindingLevel
 from harness.coordinator_process import CoordinatorProcess
-from harness.patience import patient_client
 from harness.store_servers import short_directory
 
 TOKENS: dict[Role, str] = {}
@@ -32,7 +33,7 @@ def url() -> Iterator[str]:
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AQUA_COORDINATOR_URL", "AQUA_TOKEN", "AQUA_TLS_CA"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("aqua_client.doctor.CoordinatorClient", patient_client)
+    monkeypatch.setenv("AQUA_REQUEST_TIMEOUT_S", "60")
 
 
 def findings() -> dict[str, Finding]:
@@ -97,3 +98,22 @@ def test_without_authentication_no_token_is_needed(
     with short_directory() as directory, CoordinatorProcess(Path(directory) / "d") as running:
         monkeypatch.setenv("AQUA_COORDINATOR_URL", running.url)
         assert findings()["token"].message == "none, and none is needed"
+
+
+def test_a_coordinator_gets_the_time_that_members_give_it(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Mock(wraps=CoordinatorClient)
+    monkeypatch.setattr("aqua_client.doctor.CoordinatorClient", made)
+    monkeypatch.setenv("AQUA_COORDINATOR_URL", url)
+    monkeypatch.setenv("AQUA_REQUEST_TIMEOUT_S", "59.5")
+    assert findings()["coordinator"].level is FindingLevel.OK
+    assert made.call_args.kwargs["timeout_s"] == 59.5
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "61", "nan", "inf"])
+def test_a_time_that_is_none_is_a_fault(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AQUA_REQUEST_TIMEOUT_S", text)
+    found = findings()["coordinator"]
+    assert found.level is FindingLevel.FAIL
+    assert "AQUA_REQUEST_TIMEOUT_S" in found.message
