@@ -11,14 +11,16 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from functools import cached_property
 from typing import Any, Final, Self
 
 import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from aqua_client.tracing import open_tracer
 from aqua_coordinator import __version__, routes
@@ -50,6 +52,7 @@ MAX_REDIS_CONNECTIONS: Final = 8
 """The pipeline, the event watcher, and some to spare while lost ones are being replaced. Doubled,
 nothing changes but what a leak may hold."""
 
+OPENAPI_PATH: Final = "/openapi.json"
 STORE_RETRY_S: Final = 0.1
 """Between attempts to open the books: an embedded store is back in about that time. Doubled, a
 start takes 50 ms longer on average."""
@@ -236,6 +239,15 @@ class _Api(FastAPI):
                     operation.pop("security", None)
         return document
 
+    @cached_property
+    def rendered(self) -> bytes:
+        """The document as it is sent; rendered once, since anybody may ask for it."""
+        return bytes(JSONResponse(self.openapi()).body)
+
+
+async def _send_document(request: Request) -> Response:
+    return Response(request.app.rendered, media_type="application/json")
+
 
 def _api(services: Services) -> FastAPI:
     api = _Api(
@@ -245,6 +257,8 @@ def _api(services: Services) -> FastAPI:
         responses=_ERRORS,
         redoc_url=None,
         redirect_slashes=False,
+        routes=[Route(OPENAPI_PATH, _send_document)],  # Before FastAPI's, which renders each time.
+        openapi_url=OPENAPI_PATH,
     )
     api.state.services = services
     for router in routes.ALL:

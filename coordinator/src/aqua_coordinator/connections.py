@@ -111,14 +111,14 @@ class Connection:
     def leave(self) -> None:
         """Give up its places."""
         for counted in self.places:
-            counted.count -= 1
+            counted.leave()
         self.places.clear()
 
     def _flush(self) -> None:
-        if self._parts:
+        if self._parts and not self.is_closing():
             self._transport.write(b"".join(self._parts))
-            self._parts.clear()
             self._note_written()
+        self._parts.clear()
 
     def _note_written(self) -> None:
         if not self.is_closing():

@@ -3,6 +3,9 @@
 Honest members stay far below: one reports once in a heartbeat and when something changes, and asks
 again after a refusal only when it may help. Each coordinator counts what it is asked itself, so a
 token may use as many times the rate as there are coordinators. Without tokens nothing is counted.
+
+A report counts for one, and each reclaim in it for one more: the books keep a record of each for
+minutes, so this is also what bounds them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,10 @@ browsers, need no token here, and their bodies are never read. A body reaches th
 Requests are counted from the head on for their token and their peer, but take a place in the
 coordinator's own limit only with their body: one that stalls (`connections` ends it) stands in the
 way of its own token alone. Reports are counted apart and find a part of the limit kept for them;
-requests without a token have a small limit of their own. Event streams are limited by their route.
+requests without a token have a small limit of their own, and so have event streams.
+
+What one token has in work is bounded by size as well (`token_room`): a large body waits for its
+turn before it is read.
 
 Connections are counted as well, from their first good token until they are lost, so that no token
 uses up the descriptors of the process. Those that have brought a report are counted apart, and a
@@ -23,7 +26,7 @@ from __future__ import annotations
 import math
 import resource
 import time
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 from weakref import WeakValueDictionary
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -34,8 +37,9 @@ from aqua_coordinator.audit import AuditLog
 from aqua_coordinator.auth import Caller
 from aqua_coordinator.connections import MAX_STRANGERS, Connection
 from aqua_coordinator.hosts import AllowedHosts
-from aqua_coordinator.hot_routes import HotRoutes, rendered, shape_of
+from aqua_coordinator.hot_routes import HotRoutes, Shape, rendered, shape_of
 from aqua_coordinator.services import Services
+from aqua_coordinator.token_room import FREE_BYTES, READING_BYTES, Place, TokenRoom
 from aqua_coordinator.tokens import Role
 from aqua_protocol import RequestInvalidError, UnavailableError
 from aqua_protocol.errors import RequestTooLargeError, UnauthenticatedError
@@ -52,9 +56,10 @@ BODY_BYTES: Final = {
     "producers": REPORT_BODY_BYTES,
     "consumers": REPORT_BODY_BYTES,
     "heartbeats": REPORT_BODY_BYTES,
-    "placements": PLACEMENTS_BODY_BYTES,
 }
 """Resources with larger bodies, by the second segment of their path."""
+OPERATORS_BODY_BYTES: Final = BODY_BYTES | {"placements": PLACEMENTS_BODY_BYTES}
+"""And of operators, whose plans nobody else may write."""
 API: Final = "/v1/"
 EVENTS_PATH: Final = "/v1/events"
 STREAM: Final = shape_of("GET", EVENTS_PATH)
@@ -78,6 +83,9 @@ MAX_OPEN: Final = 64
 them keeps Redis busy for twice as long."""
 MAX_OPEN_OF_PEER: Final = 16
 """Of these, from one address: a flood leaves room to others. Doubled, two floods fill it."""
+STREAMS_PARTS: Final = 4
+"""One token has that part of the event streams at most, chosen by hand. Doubled, more callers have
+to collude to keep all others from theirs."""
 CLOSE_HEADER: Final = (b"connection", b"close")
 LIVENESS_PATH: Final = "/healthz"
 """Waits for nothing, so it has no limit: a supervisor whose probe is refused restarts a coordinator
@@ -112,7 +120,9 @@ class RequestLimits:
         self._connected, self._connected_others = _Count(most), _Count(apart)
         self._connected_of_token = min(services.settings.max_connections_per_token, most // 2)
         self._connected_of_peer = min(services.settings.max_connections_per_peer, apart)
+        self._streams = _Count(services.settings.max_event_streams)
         self._counts = WeakValueDictionary[tuple[str, str | None], _Count]()
+        self._rooms = WeakValueDictionary[str, TokenRoom]()
         self._tracer = services.tracer
         self._metrics.requests_in_flight.set_function(self._in_flight)
 
@@ -155,7 +165,7 @@ class RequestLimits:
         if audit is not None:
             audit.begin()
         watched: _WatchedSend | None = None
-        held: list[_Count] = []
+        held: list[_Count | Place] = []
         try:
             try:
                 answer, body = await self._serve(scope, receive, connection, held)
@@ -180,7 +190,7 @@ class RequestLimits:
                 status = watched.status
         finally:
             for counted in held:
-                counted.count -= 1
+                counted.leave()
         # A stream is served for hours: no duration to speak of.
         if scope["path"] != EVENTS_PATH:
             route = scope.get("route")
@@ -189,7 +199,7 @@ class RequestLimits:
         return status
 
     async def _serve(
-        self, scope: Scope, receive: Receive, connection: Connection, held: list[_Count]
+        self, scope: Scope, receive: Receive, connection: Connection, held: list[_Count | Place]
     ) -> tuple[Answer | None, bytes]:
         """The answer of a hot route, or None and the body for FastAPI. `held` gets what counts."""
         method, path, headers = scope["method"], scope["path"], dict(scope["headers"])
@@ -209,13 +219,12 @@ class RequestLimits:
             if connection.caller is not caller or is_report > connection.reports:
                 self._place(connection, caller, _peer_of(scope), is_report=is_report)
                 connection.prove(caller, self._counts_of(caller.token_id, _peer_of(scope)))
-            before, whole = ((), ()) if shape == STREAM else connection.counts[is_report]
+            before, whole, room = connection.counts[STREAM if shape == STREAM else is_report]
             _count(before, held)
-            if method in _BODY_METHODS:
-                limit = BODY_BYTES.get(shape[3], SMALL_BODY_BYTES)
+            if shape != STREAM:
+                limit = _body_limit(method, shape, caller)
                 connection.ahead_bytes -= limit
-                body = await _read_body(headers, receive, limit)
-                _require_json(headers, body)
+                body = await _read_body(headers, receive, limit, room, held)
         elif path != LIVENESS_PATH:
             _count((self._open, self._count_of(("open", _peer_of(scope)), MAX_OPEN_OF_PEER)), held)
         if is_api or method not in _BODY_METHODS:
@@ -286,13 +295,20 @@ class RequestLimits:
         return self._open.count + sum(of_tokens)
 
     def _counts_of(self, token_id: str, peer: str | None) -> Counts:
-        """What counts reports (True) and other requests: before their body is read, and after."""
+        """What counts reports (True), other requests and streams: before a body is read, and after.
+
+        And the room that bodies are read in.
+        """
         of_reports = self._count_of(("reports", token_id), self._of_token)
         of_token = self._count_of(("token", token_id), self._of_token)
         of_peer = self._count_of(("peer", peer), self._of_peer)
+        most = self._streams.limit
+        streams = self._count_of(("streams", token_id), -(-most // STREAMS_PARTS))
+        room = self._rooms.setdefault(token_id, TokenRoom())
         return {
-            True: ((of_reports,), (self._served,)),
-            False: ((of_token, of_peer), (self._others, self._served)),
+            True: ((of_reports,), (self._served,), room),
+            False: ((of_token, of_peer), (self._others, self._served), room),
+            STREAM: ((streams, self._streams) if token_id else (self._streams,), (), room),
         }
 
     def _count_of(self, key: tuple[str, str | None], limit: int) -> _Count:
@@ -312,11 +328,15 @@ class _Count:
     def __init__(self, limit: int) -> None:
         self.count, self.limit = 0, limit
 
+    def leave(self) -> None:
+        """One is over; once for each."""
+        self.count -= 1
 
-Counts: TypeAlias = dict[bool, tuple[tuple[_Count, ...], tuple[_Count, ...]]]
+
+Counts: TypeAlias = dict[bool | Shape, tuple[tuple[_Count, ...], tuple[_Count, ...], TokenRoom]]
 
 
-def _count(counts: tuple[_Count, ...], held: list[_Count], what: str = "requests") -> None:
+def _count(counts: tuple[_Count, ...], held: list[Any], what: str = "requests") -> None:
     """Count a request or a connection in.
 
     Raises:
@@ -359,32 +379,67 @@ class _WatchedSend:
         await self._send(message)
 
 
-async def _read_body(headers: dict[bytes, bytes], receive: Receive, limit: int) -> bytes:
-    """The whole body, if it fits.
+def _body_limit(method: str, shape: Shape, caller: Caller) -> int:
+    """How long the body of a request may be; 0 for one that is not read."""
+    if method not in _BODY_METHODS:
+        return 0
+    of_role = OPERATORS_BODY_BYTES if Role.OPERATOR in caller.roles else BODY_BYTES
+    return of_role.get(shape[3], SMALL_BODY_BYTES)
+
+
+def _announced(headers: dict[bytes, bytes], limit: int) -> int:
+    """The size of the body as its head says; `limit` when it does not say.
 
     Raises:
-        RequestTooLargeError: Announced or actual size above `limit`.
-        UnavailableError: The connection has ended.
+        RequestTooLargeError: It is above `limit`, or no size.
     """
     announced = headers.get(b"content-length", b"0")
     size = int(announced) if announced.isdigit() else limit + 1
+    if size > limit:
+        raise _too_large(limit)
+    return limit if b"transfer-encoding" in headers else size
+
+
+async def _read_body(
+    headers: dict[bytes, bytes],
+    receive: Receive,
+    limit: int,
+    room: TokenRoom,
+    held: list[_Count | Place],
+) -> bytes:
+    """The whole body, if it is JSON and fits; once there is room for it, or for what is asked.
+
+    Raises:
+        RequestTooLargeError: There is more than `limit`.
+        RequestInvalidError: As `_require_json`.
+        UnavailableError: The connection has ended.
+    """
+    if not limit:
+        held.append(await room.enter(READING_BYTES))
+        return b""
+    if (size := _announced(headers, limit)) > FREE_BYTES:
+        held.append(await room.enter(size))
     parts: list[bytes] = []
-    more, received = size <= limit, 0
+    more, size = True, 0
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise UnavailableError("the connection ended before the body did")
         part: bytes = message.get("body", b"")
-        size = received = received + len(part)
+        size += len(part)
         more = message.get("more_body", False) and size <= limit
-        if not more and not parts and size <= limit:
-            return part  # All of it, as most are.
         parts.append(part)
     if size > limit:
-        raise RequestTooLargeError(
-            f"the body of this request may have {limit} bytes", limit_bytes=limit
-        )
-    return b"".join(parts)
+        raise _too_large(limit)
+    body = b"".join(parts)  # Of one part, as most are, it is that part.
+    _require_json(headers, body)
+    return body
+
+
+def _too_large(limit: int) -> RequestTooLargeError:
+    return RequestTooLargeError(
+        f"the body of this request may have {limit} bytes", limit_bytes=limit
+    )
 
 
 def _require_json(headers: dict[bytes, bytes], body: bytes) -> None:

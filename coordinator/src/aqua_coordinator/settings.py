@@ -103,7 +103,10 @@ class CoordinatorSettings(BaseSettings):
         1000.0, gt=0, le=1e6, description="Grants a second that one token may ask for here."
     )
     max_reports_per_s: float = Field(
-        2000.0, gt=0, le=1e6, description="Reports a second of one token here, each member's one."
+        2000.0,
+        gt=0,
+        le=1e6,
+        description="Reports a second of one token here: each member's, and each reclaim in them.",
     )
     tls_cert: Path | None = Field(
         None, description="Certificate of this coordinator, with its chain; https from then on."
@@ -208,7 +211,10 @@ class CoordinatorSettings(BaseSettings):
         description="How long it serves on, not ready, after SIGTERM: until probes have noticed.",
     )
     max_event_streams: int = Field(
-        128, ge=1, le=4096, description="Event streams served at once; more are told to retry."
+        128,
+        ge=1,
+        le=4096,
+        description="Event streams served at once, to one token a quarter; more are told to retry.",
     )
     batch_url: str | None = Field(
         None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import FailFast, Field, model_validator
 
 from aqua_protocol.ids import Name
 from aqua_protocol.lease import LeaseState
@@ -170,7 +170,7 @@ class PlacementPlan(Wire):
     """A whole set of pairings; replaces the one before. An empty list frees every consumer."""
 
     plan_hash: Annotated[str, Field(max_length=128)] = ""
-    pairings: list[Pairing] = Field(max_length=MAX_PAIRINGS)
+    pairings: Annotated[list[Pairing], FailFast()] = Field(max_length=MAX_PAIRINGS)
 
     @model_validator(mode="after")
     def _consumers_are_distinct(self) -> Self:

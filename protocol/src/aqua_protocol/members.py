@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import FailFast, Field, model_validator
 
 from aqua_protocol.errors import ErrorBody
 from aqua_protocol.ids import Name
@@ -121,8 +121,12 @@ class ProducerReport(MemberIdentity):
     transport: TransportKind
     slab_bytes: SlabBytes
     offered_bytes: ByteCount
-    leases: list[HeldLease] = Field(default_factory=list, max_length=MAX_LEASES_PER_MEMBER)
-    reclaims: list[ReclaimReport] = Field(default_factory=list, max_length=MAX_RECLAIMS_PER_REPORT)
+    leases: Annotated[list[HeldLease], FailFast()] = Field(
+        default_factory=list, max_length=MAX_LEASES_PER_MEMBER
+    )
+    reclaims: Annotated[list[ReclaimReport], FailFast()] = Field(
+        default_factory=list, max_length=MAX_RECLAIMS_PER_REPORT
+    )
     load: LoadReport | None = None
 
     @model_validator(mode="after")
@@ -150,7 +154,9 @@ class ConsumerReport(MemberIdentity):
     """Full state of a consumer; every lease it names is renewed."""
 
     consumer_id: Name
-    leases: list[UsedLease] = Field(default_factory=list, max_length=MAX_LEASES_PER_MEMBER)
+    leases: Annotated[list[UsedLease], FailFast()] = Field(
+        default_factory=list, max_length=MAX_LEASES_PER_MEMBER
+    )
     wanted_bytes: ByteCount = Field(default=0, description="Peer memory it would take now.")
     spilled_bytes: ByteCount = Field(default=0, description="Bytes in host memory for want of it.")
 
@@ -208,10 +214,10 @@ class ConsumerAck(MemberAck):
 class Heartbeat(Wire):
     """Reports of many members in one call, for a node agent that speaks for its engines."""
 
-    producers: list[ProducerReport] = Field(
+    producers: Annotated[list[ProducerReport], FailFast()] = Field(
         default_factory=list, max_length=MAX_MEMBERS_PER_HEARTBEAT
     )
-    consumers: list[ConsumerReport] = Field(
+    consumers: Annotated[list[ConsumerReport], FailFast()] = Field(
         default_factory=list, max_length=MAX_MEMBERS_PER_HEARTBEAT
     )
 

@@ -6,8 +6,8 @@ import asyncio
 import resource
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -148,7 +148,7 @@ async def test_a_connection_that_is_lost_leaves_its_places() -> None:
     limits = ConnectionLimits(10.0, Metrics())
     protocol = limits.protocol(make)
     protocol.connection_made(asyncio.Transport())
-    counted = SimpleNamespace(count=1)
+    counted = Mock()
     protocol.connection.places.append(counted)
     protocol.connection_lost(None)
-    assert counted.count == 0
+    counted.leave.assert_called_once_with()

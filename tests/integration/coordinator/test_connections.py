@@ -106,3 +106,20 @@ async def test_only_connections_that_may_owe_something_are_looked_at(
     assert await looks_in_two_rounds() == 1
     transport.abort.assert_called_once_with()
     patrol.cancel()
+
+
+async def test_an_answer_to_one_that_is_gone_is_dropped_without_a_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    faults: list[object] = []
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(loop, "call_exception_handler", faults.append)
+    # As uvloop's, which raises once the socket is closed.
+    transport = Mock(write=Mock(side_effect=RuntimeError("the handler is closed")))
+    connection = Connection(transport, {}, set())
+    connection.write(b"an answer")
+    transport.is_closing.return_value = True
+    connection.write(b"and another, to what it had sent ahead")
+    await asyncio.sleep(0)
+    transport.write.assert_not_called()
+    assert faults == []

@@ -18,6 +18,7 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
+from aqua_coordinator.token_room import ROOM_BYTES
 from aqua_coordinator.tokens import Role, create_token, revoke_token
 from aqua_protocol import LeaseState
 from aqua_protocol.leases import LeaseGrant, LeaseView
@@ -156,6 +157,14 @@ class Flood:
         one.sendall(head.encode())
         return one
 
+    def begin(self, request: str, count: int) -> None:
+        """Send so many, each as far as it is taken."""
+        for _ in range(count):
+            one = socket.create_connection(("127.0.0.1", self._port), HANG_S)
+            self.sockets.append(one)
+            one.setblocking(False)
+            one.send(request.encode())
+
     def end(self) -> None:
         """Close them all."""
         while self.sockets:
@@ -166,6 +175,12 @@ class Flood:
         (one, *_), _, _ = select.select(self.sockets, [], [], HANG_S)
         answer: bytes = one.recv(65_536)
         return answer
+
+
+def resident_bytes(pid: int) -> int:
+    """The memory of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE")
 
 
 def ends(one: socket.socket) -> bytes:
@@ -240,6 +255,61 @@ def test_stalled_requests_of_one_token_stand_in_the_way_of_no_other(
         assert b" 503 " in flood.first_answer(), "the token has more than its share"
         cluster.report()
         assert cluster.lease().bytes
+
+
+def test_large_bodies_of_one_token_wait_for_each_other_unread_and_for_no_other(
+    tmp_path: Path,
+) -> None:
+    with (
+        running_cluster(tmp_path, AQUA_MAX_REQUESTS_PER_TOKEN=str(2 * FLOOD)) as cluster,
+        Flood(cluster.process.port) as flood,
+    ):
+        for _ in range(2):
+            cluster.report()
+        token = cluster.token(Role.PRODUCER, Role.CONSUMER, member="greedy")
+        before = resident_bytes(cluster.process.process.pid)
+        large = (
+            "PUT /v1/producers/greedy HTTP/1.1\r\nHost: x\r\n"
+            f"Authorization: Bearer {token}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {ROOM_BYTES}\r\n\r\n" + "{" + " " * (ROOM_BYTES // 2)
+        )
+        flood.begin(large, FLOOD)
+        cluster.report()
+        assert cluster.lease().bytes
+        # A small one of the same token takes no room, and a large one of another has its own.
+        name = PaperConsumer(name="greedy")
+        cluster.call("PUT", "consumers/greedy", name.report(), token=token).raise_for_status()
+        padded = cluster.consumer.report().model_dump_json() + " " * (ROOM_BYTES // 2)
+        other = flood.send(
+            "PUT /v1/consumers/consumer HTTP/1.1\r\nHost: x\r\n"
+            f"Authorization: Bearer {cluster.member}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(padded)}\r\n\r\n{padded}"
+        )
+        assert b" 200 " in other.recv(65_536)
+        grown = resident_bytes(cluster.process.process.pid) - before
+        assert grown < FLOOD * ROOM_BYTES // 4, "all of them have been read"
+
+
+def test_one_token_leaves_event_streams_to_others(tmp_path: Path) -> None:
+    with (
+        running_cluster(tmp_path, AQUA_MAX_EVENT_STREAMS="8") as cluster,
+        Flood(cluster.process.port) as flood,
+    ):
+        greedy, other = cluster.token(Role.CONSUMER, member="greedy"), cluster.token(Role.READER)
+
+        def begin(token: str) -> bytes:
+            stream = flood.send(
+                f"GET /v1/events HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n"
+            )
+            return stream.recv(65_536).split(b"\r\n")[0]
+
+        statuses = [begin(greedy).split()[1] for _ in range(8)]
+        assert statuses == [b"200"] * 2 + [b"503"] * 6
+        assert b" 200 " in begin(other)
+        flood.end()
+        give_up_s = time.monotonic() + HANG_S
+        while b" 200 " not in begin(greedy):
+            assert time.monotonic() < give_up_s, "its streams have ended"
 
 
 def test_a_report_finds_room_beside_whatever_else_is_being_served(tmp_path: Path) -> None:

@@ -186,3 +186,12 @@ async def test_many_metrics_labels_cannot_be_made_by_asking_for_odd_paths(
         await http.get(f"/nowhere/{number}")
     text = (await http.get("/metrics")).text
     assert text.count('route="unmatched"') < 25
+
+
+async def test_the_document_is_rendered_once(
+    service: Service, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await http.get("/openapi.json")
+    assert first.json() == service.api.openapi()
+    monkeypatch.setattr(service.api, "openapi", None)
+    assert (await http.get("/openapi.json")).content == first.content

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import pytest
 
 from aqua_coordinator.app import Service
 from aqua_coordinator.embedded import EmbeddedValkey
+from aqua_coordinator.hot_routes import LARGE_BODY_BYTES, MAX_MEMBERS
 from aqua_coordinator.request_limits import SMALL_BODY_BYTES
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.tokens import Role, create_token
 from aqua_protocol import PROTOCOL_VERSION
+from aqua_protocol.members import MAX_RECLAIMS_PER_REPORT, ReclaimReport
 from harness.asgi import as_json, client_of, error_of
 from harness.ledger_room import ledger_room
 from harness.members_on_paper import SLAB, PaperProducer
@@ -77,6 +80,112 @@ async def test_a_body_that_is_none_is_refused_the_same_on_both_ways(
 ) -> None:
     headers = {"Content-Type": "application/json", "Idempotency-Key": "key"}
     assert error_of(await http.post(path, content=body, headers=headers)).code == code
+
+
+def _large(**bad: object) -> bytes:
+    """A large report of a producer that does not fit."""
+    report = as_json(PaperProducer().report()) | {"endpoint": "x" * LARGE_BODY_BYTES}
+    return json.dumps(report | bad).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "faults"),
+    [
+        (_large(), ["endpoint"]),
+        (_large(endpoint="e", leases=[{"lease_id": 1}] * 4096), 4),
+        (_large(protocol_version=9), "version_mismatch"),
+        (_large(leases=[dict.fromkeys(map(str, range(MAX_MEMBERS + 1)))]), None),
+        (b"{" + b" " * LARGE_BODY_BYTES, None),
+        (b"\xff" * LARGE_BODY_BYTES, None),
+        (b"[" * LARGE_BODY_BYTES, None),
+        (b"9" * LARGE_BODY_BYTES, None),
+    ],
+)
+async def test_a_large_body_that_does_not_fit_is_refused_at_its_first_faults(
+    http: httpx.AsyncClient, body: bytes, faults: list[str] | int | str | None
+) -> None:
+    assert len(body) >= LARGE_BODY_BYTES
+    headers = {"Content-Type": "application/json"}
+    error = error_of(await http.put("/v1/producers/producer", content=body, headers=headers))
+    if isinstance(faults, str):
+        assert error.code == faults
+        return
+    assert error.code == "request_invalid"
+    named = [fault["field"] for fault in error.details.get("faults", [])]
+    if isinstance(faults, int):
+        assert len(named) == faults
+        assert {field.rpartition(".")[0] for field in named} == {"leases.0"}
+    else:
+        assert named == (faults or [])
+
+
+async def test_a_large_body_that_fits_is_taken(http: httpx.AsyncClient) -> None:
+    producer = PaperProducer()
+    report = as_json(producer.report()) | {
+        "offered_bytes": 1024 * SLAB,
+        "leases": [
+            {"lease_id": f"lease-{n}", "epoch": 1, "consumer_id": "c", "held_bytes": SLAB}
+            for n in range(1024)
+        ],
+    }
+    body = json.dumps(report).encode()
+    assert len(body) >= LARGE_BODY_BYTES
+    answer = await http.put("/v1/producers/producer", json=report)
+    assert [notice["reason"] for notice in answer.json()["ended"]] == ["unproven"] * 1024
+
+
+@pytest.mark.parametrize("path", ["producers/producer", "heartbeats"])
+async def test_reclaims_count_for_the_rate_of_reports_since_the_books_keep_each(
+    store: EmbeddedValkey, tmp_path: Path, path: str
+) -> None:
+    tokens = tmp_path / "tokens.json"
+    one, other = (create_token(tokens, roles=[Role.PRODUCER])[0] for _ in range(2))
+    settings = CoordinatorSettings(tokens_file=tokens, max_reports_per_s=1)
+    producer = PaperProducer()
+
+    async def report(http: httpx.AsyncClient, reclaim_count: int) -> httpx.Response:
+        """The answer to a report that tells of so many reclaims more."""
+        reclaims = [
+            ReclaimReport(
+                reclaim_id=f"reclaim-{producer.revision}-{index}",
+                requested_bytes=SLAB,
+                returned_bytes=0,
+                deadline_s=1.0,
+                age_s=0.0,
+            )
+            for index in range(reclaim_count)
+        ]
+        body = as_json(producer.report(reclaims=reclaims))
+        if path == "heartbeats":
+            return await http.post(f"/v1/{path}", json={"producers": [body]})
+        return await http.put(f"/v1/{path}", json=body)
+
+    async with (
+        ledger_room(store.url),
+        Service(settings, store.url).running() as service,
+        client_of(service, one) as modest,
+        client_of(service, other) as lavish,
+    ):
+        for _ in range(3):
+            assert (await report(modest, 0)).status_code == 200
+        assert (await report(lavish, MAX_RECLAIMS_PER_REPORT)).status_code == 200
+        assert error_of(await report(lavish, 0)).code == "rate_limited"
+
+
+async def test_only_operators_may_send_what_only_they_may_write(
+    store: EmbeddedValkey, tmp_path: Path
+) -> None:
+    tokens = tmp_path / "tokens.json"
+    member, _ = create_token(tokens, roles=[Role.CONSUMER, Role.PRODUCER])
+    operator, _ = create_token(tokens, roles=[Role.OPERATOR])
+    settings = CoordinatorSettings(tokens_file=tokens)
+    body = b'{"pairings": []}' + b" " * SMALL_BODY_BYTES
+    headers = {"Content-Type": "application/json"}
+    async with ledger_room(store.url), Service(settings, store.url).running() as service:
+        for token, status in ((member, 413), (operator, 200)):
+            async with client_of(service, token) as http:
+                answer = await http.put("/v1/placements", content=body, headers=headers)
+                assert answer.status_code == status, answer.text
 
 
 @pytest.mark.parametrize("path", ["/v1/leases", "/v1/reclaims"])

@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 
 from aqua_coordinator.auth import Caller
 from aqua_coordinator.services import CallerDep, Services, ServicesDep
-from aqua_protocol import AquaError, UnavailableError
+from aqua_protocol import AquaError
 
 router = APIRouter(prefix="/v1/events", tags=["events"])
 
@@ -48,11 +48,6 @@ async def stream_events(
 
     A token of a tenant sees offers change, and what happens to its own members and their leases.
     """
-    limit = services.settings.max_event_streams
-    if services.event_watcher.listeners >= limit:
-        raise UnavailableError(
-            f"{limit} event streams are being served already", retry_after_s=RETRY_MS / 1e3
-        )
     position = last_event_id or await services.ledger.last_event_id()
     return EventStream(_stream(services, caller, position), headers={"Cache-Control": "no-store"})
 

@@ -59,7 +59,7 @@ async def report_producer(
     """Report a producer's full state: registration, heartbeat and every change."""
     if body.producer_id != producer_id:
         raise RequestInvalidError("producer_id: body and path name different producers")
-    services.rates.take(caller, RateKind.REPORTS)
+    services.rates.take(caller, RateKind.REPORTS, 1 + len(body.reclaims))
     return await _book_producer(body, caller, services)
 
 
@@ -171,7 +171,9 @@ async def remove_consumer(
 @hot
 async def heartbeat(body: Heartbeat, caller: CallerDep, services: ServicesDep) -> HeartbeatAck:
     """Take many reports; one that is refused does not spoil the others."""
-    services.rates.take(caller, RateKind.REPORTS, len(body.producers) + len(body.consumers))
+    reclaims = sum(len(report.reclaims) for report in body.producers)
+    count = len(body.producers) + len(body.consumers) + reclaims
+    services.rates.take(caller, RateKind.REPORTS, count)
     lending = [_ack_or_error(_book_producer(one, caller, services)) for one in body.producers]
     paging = [_ack_or_error(_book_consumer(one, caller, services)) for one in body.consumers]
     answer = HeartbeatAck(
