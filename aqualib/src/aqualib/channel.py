@@ -34,7 +34,7 @@ from aqua_protocol import AquaError, ProtocolError, SocketPathTooLongError, Tran
 from aqua_protocol.channel import MAX_PACKET_BYTES, MAX_SLABS_PER_PACKET
 from aqua_protocol.members import MAX_SOCKET_PATH_BYTES
 from aqua_protocol.supervision import resting
-from aqua_protocol.wire import Wire
+from aqua_protocol.wire import Wire, first_fault
 from aqualib import peers
 
 SO_PEERPIDFD: Final = 77
@@ -182,7 +182,7 @@ class Channel(Generic[MessageT]):
             try:
                 message = self._incoming.validate_json(packet)
             except ValidationError as error:
-                fault = f"not a message: {error}"
+                fault = f"not a message: {first_fault(error)}"  # Without what it says: tokens.
         if message is not None and not flags & socket.MSG_CTRUNC:
             return message, fds
         for fd in fds:

@@ -13,7 +13,7 @@ coordinator's own limit only with their body: one that stalls (`connections` end
 way of its own token alone. Reports are counted apart and find a part of the limit kept for them;
 requests without a token have a small limit of their own, and so have event streams.
 
-What one token has in work is bounded by size as well (`token_room`): a large body waits for its
+What one token has in work is bounded by size as well (`token_queue`): a large body waits for its
 turn before it is read.
 
 Connections are counted as well, from their first good token until they are lost, so that no token
@@ -39,7 +39,7 @@ from aqua_coordinator.connections import MAX_STRANGERS, Connection
 from aqua_coordinator.hosts import AllowedHosts
 from aqua_coordinator.hot_routes import HotRoutes, Shape, rendered, shape_of
 from aqua_coordinator.services import Services
-from aqua_coordinator.token_room import FREE_BYTES, READING_BYTES, Place, TokenRoom
+from aqua_coordinator.token_queue import FREE_BYTES, READING_BYTES, Place, TokenQueue
 from aqua_coordinator.tokens import Role
 from aqua_protocol import RequestInvalidError, UnavailableError
 from aqua_protocol.errors import RequestTooLargeError, UnauthenticatedError
@@ -59,7 +59,7 @@ BODY_BYTES: Final = {
 }
 """Resources with larger bodies, by the second segment of their path."""
 OPERATORS_BODY_BYTES: Final = BODY_BYTES | {"placements": PLACEMENTS_BODY_BYTES}
-"""And of operators, whose plans nobody else may write."""
+"""And of operators, who alone may write plans."""
 API: Final = "/v1/"
 EVENTS_PATH: Final = "/v1/events"
 STREAM: Final = shape_of("GET", EVENTS_PATH)
@@ -122,7 +122,7 @@ class RequestLimits:
         self._connected_of_peer = min(services.settings.max_connections_per_peer, apart)
         self._streams = _Count(services.settings.max_event_streams)
         self._counts = WeakValueDictionary[tuple[str, str | None], _Count]()
-        self._rooms = WeakValueDictionary[str, TokenRoom]()
+        self._queues = WeakValueDictionary[str, TokenQueue]()
         self._tracer = services.tracer
         self._metrics.requests_in_flight.set_function(self._in_flight)
 
@@ -219,12 +219,12 @@ class RequestLimits:
             if connection.caller is not caller or is_report > connection.reports:
                 self._place(connection, caller, _peer_of(scope), is_report=is_report)
                 connection.prove(caller, self._counts_of(caller.token_id, _peer_of(scope)))
-            before, whole, room = connection.counts[STREAM if shape == STREAM else is_report]
+            before, whole, queue = connection.counts[STREAM if shape == STREAM else is_report]
             _count(before, held)
             if shape != STREAM:
                 limit = _body_limit(method, shape, caller)
                 connection.ahead_bytes -= limit
-                body = await _read_body(headers, receive, limit, room, held)
+                body = await _read_body(headers, receive, limit, queue, held)
         elif path != LIVENESS_PATH:
             _count((self._open, self._count_of(("open", _peer_of(scope)), MAX_OPEN_OF_PEER)), held)
         if is_api or method not in _BODY_METHODS:
@@ -297,18 +297,18 @@ class RequestLimits:
     def _counts_of(self, token_id: str, peer: str | None) -> Counts:
         """What counts reports (True), other requests and streams: before a body is read, and after.
 
-        And the room that bodies are read in.
+        And where bodies wait for their turn.
         """
         of_reports = self._count_of(("reports", token_id), self._of_token)
         of_token = self._count_of(("token", token_id), self._of_token)
         of_peer = self._count_of(("peer", peer), self._of_peer)
         most = self._streams.limit
         streams = self._count_of(("streams", token_id), -(-most // STREAMS_PARTS))
-        room = self._rooms.setdefault(token_id, TokenRoom())
+        queue = self._queues.setdefault(token_id, TokenQueue())
         return {
-            True: ((of_reports,), (self._served,), room),
-            False: ((of_token, of_peer), (self._others, self._served), room),
-            STREAM: ((streams, self._streams) if token_id else (self._streams,), (), room),
+            True: ((of_reports,), (self._served,), queue),
+            False: ((of_token, of_peer), (self._others, self._served), queue),
+            STREAM: ((streams, self._streams) if token_id else (self._streams,), (), queue),
         }
 
     def _count_of(self, key: tuple[str, str | None], limit: int) -> _Count:
@@ -333,7 +333,7 @@ class _Count:
         self.count -= 1
 
 
-Counts: TypeAlias = dict[bool | Shape, tuple[tuple[_Count, ...], tuple[_Count, ...], TokenRoom]]
+Counts: TypeAlias = dict[bool | Shape, tuple[tuple[_Count, ...], tuple[_Count, ...], TokenQueue]]
 
 
 def _count(counts: tuple[_Count, ...], held: list[Any], what: str = "requests") -> None:
@@ -404,10 +404,10 @@ async def _read_body(
     headers: dict[bytes, bytes],
     receive: Receive,
     limit: int,
-    room: TokenRoom,
+    queue: TokenQueue,
     held: list[_Count | Place],
 ) -> bytes:
-    """The whole body, if it is JSON and fits; once there is room for it, or for what is asked.
+    """The whole body, if it is JSON and fits; once it is its turn.
 
     Raises:
         RequestTooLargeError: There is more than `limit`.
@@ -415,10 +415,10 @@ async def _read_body(
         UnavailableError: The connection has ended.
     """
     if not limit:
-        held.append(await room.enter(READING_BYTES))
+        held.append(await queue.enter(READING_BYTES))
         return b""
     if (size := _announced(headers, limit)) > FREE_BYTES:
-        held.append(await room.enter(size))
+        held.append(await queue.enter(size))
     parts: list[bytes] = []
     more, size = True, 0
     while more:

@@ -234,6 +234,29 @@ def test_descriptors_from_a_consumer_are_closed_and_refused(producer: Producer) 
         assert _descriptor_count() == before
 
 
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b'{"type": "hello", "token": "the-secret", "more": 1}',
+        b'{"type": "hello", "token": ["the-secret"]}',
+        b'{"type": "hallo", "token": "the-secret"}',
+        b'{"type": "hello", "token": "the-secret',
+        b"the-secret",
+    ],
+)
+def test_what_a_packet_said_is_neither_told_nor_logged(
+    producer: Producer, packet: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may hold a token."""
+    with RawConsumer(producer.endpoint) as consumer:
+        send_bytes(consumer.channel, packet)
+        with pytest.raises(RefusedError, match="is not a message") as refused:
+            consumer.receive()
+    assert "secret" not in str(refused.value)
+    assert "is not a message" in caplog.text
+    assert "secret" not in caplog.text
+
+
 @pytest.mark.parametrize("stage", ["before hello", "after attach"])
 def test_a_message_out_of_place_is_refused(
     producer: Producer, issuer: TokenIssuer, stage: str

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from aqua_coordinator.token_room import ROOM_BYTES
+from aqua_coordinator.token_queue import IN_WORK_BYTES
 from aqua_coordinator.tokens import Role, create_token, revoke_token
 from aqua_protocol import LeaseState
 from aqua_protocol.leases import LeaseGrant, LeaseView
@@ -271,15 +271,15 @@ def test_large_bodies_of_one_token_wait_for_each_other_unread_and_for_no_other(
         large = (
             "PUT /v1/producers/greedy HTTP/1.1\r\nHost: x\r\n"
             f"Authorization: Bearer {token}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {ROOM_BYTES}\r\n\r\n" + "{" + " " * (ROOM_BYTES // 2)
+            f"Content-Length: {IN_WORK_BYTES}\r\n\r\n" + "{" + " " * (IN_WORK_BYTES // 2)
         )
         flood.begin(large, FLOOD)
         cluster.report()
         assert cluster.lease().bytes
-        # A small one of the same token takes no room, and a large one of another has its own.
+        # A small one of the same token does not wait, nor does a large one of another.
         name = PaperConsumer(name="greedy")
         cluster.call("PUT", "consumers/greedy", name.report(), token=token).raise_for_status()
-        padded = cluster.consumer.report().model_dump_json() + " " * (ROOM_BYTES // 2)
+        padded = cluster.consumer.report().model_dump_json() + " " * (IN_WORK_BYTES // 2)
         other = flood.send(
             "PUT /v1/consumers/consumer HTTP/1.1\r\nHost: x\r\n"
             f"Authorization: Bearer {cluster.member}\r\nContent-Type: application/json\r\n"
@@ -287,7 +287,7 @@ def test_large_bodies_of_one_token_wait_for_each_other_unread_and_for_no_other(
         )
         assert b" 200 " in other.recv(65_536)
         grown = resident_bytes(cluster.process.process.pid) - before
-        assert grown < FLOOD * ROOM_BYTES // 4, "all of them have been read"
+        assert grown < FLOOD * IN_WORK_BYTES // 4, "all of them have been read"
 
 
 def test_one_token_leaves_event_streams_to_others(tmp_path: Path) -> None:

@@ -3,9 +3,9 @@
 Requests are served on one loop and by one Redis, so a large one keeps all others waiting for as
 long as it takes to read, to check and to book: 4096 leases take as long as hundreds of ordinary
 reports. Limits of their number cannot bound that, since a fleet behind one token needs many small
-ones. So each token has room for some bytes, and a body that is larger has it to itself. Whoever
-fills it waits for itself, holds no memory of the coordinator meanwhile, and others have their turn
-after one body.
+ones. So each token may have so many bytes in work, or one body that is larger. Its other requests
+wait for these, take no memory of the coordinator meanwhile, and those of other tokens have their
+turn after one body.
 
 Not promised: fairness within a token. Members that share one wait for each other.
 """
@@ -16,32 +16,32 @@ import asyncio
 from collections import deque
 from typing import Final
 
-ROOM_BYTES: Final = 1 << 20
+IN_WORK_BYTES: Final = 1 << 20
 """Of bodies of one token in work at once: a report of the most leases. Doubled, one token can keep
 all others waiting for a second report of that size, and the coordinator hold twice as much."""
 FREE_BYTES: Final = 2 << 10
-"""A body up to this size takes no room: an ordinary report, which comes to no more than the room
-for as many as one token may have under way. Doubled, they come to twice the room."""
+"""A body up to this size does not wait: an ordinary report. As many as one token may have under way
+come to what it may have in work; doubled, they come to twice that."""
 READING_BYTES: Final = 64 << 10
 """What a request without a body takes: a page of 1000 rows, the largest, is twice as long. Doubled,
 one token reads eight pages at once instead of sixteen."""
 
 
-class TokenRoom:
-    """The room of one token."""
+class TokenQueue:
+    """What one token has in work, and what waits for its turn."""
 
     __slots__ = ("__weakref__", "_left", "_line")
 
     def __init__(self) -> None:
-        self._left = ROOM_BYTES
+        self._left = IN_WORK_BYTES
         self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def enter(self, size: int) -> Place:
-        """Take room for `size` bytes, or all of it for more, once all before have had their turn.
+        """Wait for the turn of `size` bytes, which comes once all before have had theirs.
 
-        Whoever waits is not given up here: a body that is late ends its connection.
+        There is no timeout here: a body that is late ends its connection.
         """
-        size = min(size, ROOM_BYTES)
+        size = min(size, IN_WORK_BYTES)
         if self._line or size > self._left:
             turn = asyncio.get_running_loop().create_future()
             self._line.append((size, turn))
@@ -65,13 +65,13 @@ class TokenRoom:
 
 
 class Place:
-    """Room that a request has taken."""
+    """A request's part of what is in work."""
 
-    __slots__ = ("_room", "_size")
+    __slots__ = ("_queue", "_size")
 
-    def __init__(self, room: TokenRoom, size: int) -> None:
-        self._room, self._size = room, size
+    def __init__(self, queue: TokenQueue, size: int) -> None:
+        self._queue, self._size = queue, size
 
     def leave(self) -> None:
         """Give it up; once."""
-        self._room._leave(self._size)  # noqa: SLF001 - a part of the same module
+        self._queue._leave(self._size)  # noqa: SLF001 - a part of the same module

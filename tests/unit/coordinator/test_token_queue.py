@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from aqua_coordinator.token_room import ROOM_BYTES, Place, TokenRoom
+from aqua_coordinator.token_queue import IN_WORK_BYTES, Place, TokenQueue
 
-HALF = ROOM_BYTES // 2
+HALF = IN_WORK_BYTES // 2
 
 
 async def _turns(*tasks: asyncio.Task[Place]) -> list[bool]:
@@ -17,22 +17,22 @@ async def _turns(*tasks: asyncio.Task[Place]) -> list[bool]:
 
 
 async def test_what_is_more_than_the_room_waits_in_line() -> None:
-    room = TokenRoom()
-    first = await room.enter(HALF)
-    large, small = (asyncio.create_task(room.enter(size)) for size in (4 * ROOM_BYTES, 1))
+    queue = TokenQueue()
+    first = await queue.enter(HALF)
+    large, small = (asyncio.create_task(queue.enter(size)) for size in (4 * IN_WORK_BYTES, 1))
     assert await _turns(large, small) == [False, False], "small ones would pass it for ever"
     first.leave()
     assert await _turns(large, small) == [True, False], "it has the room to itself"
     (await large).leave()
     assert await _turns(small) == [True]
     (await small).leave()
-    await room.enter(ROOM_BYTES)
+    await queue.enter(IN_WORK_BYTES)
 
 
 async def test_one_that_is_given_up_takes_no_room() -> None:
-    room = TokenRoom()
-    first = await room.enter(ROOM_BYTES)
-    waiting, called, last = (asyncio.create_task(room.enter(HALF)) for _ in range(3))
+    queue = TokenQueue()
+    first = await queue.enter(IN_WORK_BYTES)
+    waiting, called, last = (asyncio.create_task(queue.enter(HALF)) for _ in range(3))
     assert await _turns(waiting, called, last) == [False] * 3
     waiting.cancel()
     first.leave()
@@ -41,4 +41,4 @@ async def test_one_that_is_given_up_takes_no_room() -> None:
     assert waiting.cancelled()
     assert called.cancelled()
     (await last).leave()
-    await room.enter(ROOM_BYTES)
+    await queue.enter(IN_WORK_BYTES)
