@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from aqua_coordinator import __version__
-from aqua_coordinator.plain_histogram import LabelHistogram, PlainHistogram
+from aqua_coordinator.loop_histogram import LabelHistogram, LoopHistogram
 from aqua_coordinator.store.rows import BooksSummary, ClosedReclaim, ProducerRow
 from aqua_protocol.lease import BOOKED_STATES
 from aqua_protocol.leases import QuotaView
@@ -187,13 +187,13 @@ class _Requests:
     """Requests answered: one count tells both how many there were and how long they took."""
 
     def __init__(self) -> None:
-        self._of: dict[tuple[str, str, int], PlainHistogram] = {}
+        self._of: dict[tuple[str, str, int], LoopHistogram] = {}
 
-    def of(self, route: str, method: str, code: int) -> PlainHistogram:
+    def of(self, route: str, method: str, code: int) -> LoopHistogram:
         """Those that were answered so."""
         key = route, method, code
         if (found := self._of.get(key)) is None:
-            found = self._of[key] = PlainHistogram(_FAST_BUCKETS)
+            found = self._of[key] = LoopHistogram(_FAST_BUCKETS)
         return found
 
     def collect(self) -> Iterator[Metric]:

@@ -16,7 +16,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.utils import floatToGoString
 
 
-class PlainHistogram:
+class LoopHistogram:
     """How many there were of each length, and their sum; of one loop."""
 
     __slots__ = ("_bounds", "counts", "sum_s")
@@ -31,7 +31,7 @@ class PlainHistogram:
         self.counts[bisect_left(self._bounds, seconds)] += 1
         self.sum_s += seconds
 
-    def add(self, other: PlainHistogram) -> None:
+    def add(self, other: LoopHistogram) -> None:
         """Count those of `other` as well."""
         self.counts = [
             mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)
@@ -40,7 +40,7 @@ class PlainHistogram:
 
 
 class LabelHistogram:
-    """Plain histograms by the values of labels.
+    """Those of a loop by the values of labels.
 
     Args:
         bounds_s: Upper bounds of its buckets, without infinity.
@@ -52,12 +52,12 @@ class LabelHistogram:
         self._name, self._documentation, self._labels = name, documentation, labels
         self._bounds: Final = bounds_s
         self._les: Final = [*map(floatToGoString, bounds_s), "+Inf"]
-        self._of: Final[dict[tuple[str, ...], PlainHistogram]] = {}
+        self._of: Final[dict[tuple[str, ...], LoopHistogram]] = {}
 
-    def labels(self, *values: str) -> PlainHistogram:
+    def labels(self, *values: str) -> LoopHistogram:
         """Those of these values; the same object each time."""
         if (found := self._of.get(values)) is None:
-            found = self._of[values] = PlainHistogram(self._bounds)
+            found = self._of[values] = LoopHistogram(self._bounds)
         return found
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
