@@ -87,3 +87,5 @@ def configure_logs(level: str) -> None:
     )
     # uvicorn tells of its starts and stops, which services do themselves.
     logging.basicConfig(handlers=[handler], level=max(number, logging.WARNING), force=True)
+    # And of each request that is none, by which strangers could fill a disk.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
