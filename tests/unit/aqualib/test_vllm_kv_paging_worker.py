@@ -13,6 +13,7 @@ from aqualib.engines.vllm.paging import worker as worker_module
 from aqualib.engines.vllm.paging.plan import PagingPlan, WorkerReport, WorkerStore
 from aqualib.engines.vllm.paging.rows import BlockCopier, block_rows
 from aqualib.engines.vllm.paging.worker import KvPagingWorker
+from harness.bounds import HANG_S
 from harness.consumers import consuming
 from harness.producers import until
 
@@ -52,6 +53,26 @@ def test_blocks_come_back_into_other_blocks() -> None:
         assert worker.take_failed_blocks() == set()
         assert worker.paged_blocks == {"out": 3, "in": 3}
         assert worker.step_wait_s >= sum(worker.paging_s.values()) > 0, "the steps waited for all"
+
+
+def test_a_rate_that_nothing_has_measured_for_long_is_unknown_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_module, "MIN_RATE_BYTES", 1)
+    with paging() as (worker, _):
+        worker.page_out(PagingPlan(out_places=[0], out_blocks=[1]))
+        measured = worker.take_report()
+        assert measured is not None
+        assert measured.link_bytes_per_s > 0
+        monkeypatch.setattr(worker_module, "RATE_LIFETIME_S", -1.0)
+        forgotten = worker.take_report()
+        assert forgotten is not None
+        assert forgotten.link_bytes_per_s == 0
+        monkeypatch.setattr(worker_module, "RATE_LIFETIME_S", HANG_S)
+        worker.page_in(PagingPlan(in_places=[0], in_blocks=[1]))
+        anew = worker.take_report()
+        assert anew is not None
+        assert anew.link_bytes_per_s > 0
 
 
 def test_blocks_of_an_odd_number_of_bytes_come_back_too() -> None:

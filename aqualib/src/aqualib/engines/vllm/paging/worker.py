@@ -49,6 +49,11 @@ RATE_MEMORY: Final = 0.8
 """Weight of the past in the measured rate, by judgement: five transfers decide. Nearer to 1, a link
 that others use now is believed to be fast for longer. Doubled, it would diverge."""
 
+RATE_LIFETIME_S: Final = 30.0
+"""A rate that nothing has measured for so long is unknown again, by judgement: while a link is
+thought too slow nothing is paged, so nothing would ever tell otherwise. Doubled, an engine whose
+link was slow for a moment computes its victims again for a minute."""
+
 MIN_RATE_BYTES: Final = MIB
 """Transfers below this measure their fixed cost and not the link. Doubled, engines with few small
 contexts learn their rate later."""
@@ -90,6 +95,7 @@ class KvPagingWorker:
         self._lost: set[int] = set()
         self._failed_blocks: set[int] = set()
         self._rate = 0.0
+        self._rated_s = 0.0
         self._drained_bytes = 0
         self._reclaim_s = 0.0
         self._reclaims: set[str] = set()
@@ -178,8 +184,11 @@ class KvPagingWorker:
         while self._save_jobs and self._save_jobs[0].done():
             self._save_jobs.popleft().result()
         # What is acknowledged has been counted and, where it failed, is among the lost.
-        location, rate = self.location(), self._rate
+        location = self.location()
         with self._lock:
+            if time.monotonic() - self._rated_s > RATE_LIFETIME_S:
+                self._rate = 0.0
+            rate = self._rate
             lost, self._lost = self._lost, set()
             saved, self._acknowledged = self._acknowledged, Counter()
         told, before = self._reported
@@ -351,6 +360,7 @@ class KvPagingWorker:
             if nbytes >= MIN_RATE_BYTES:
                 past = self._rate or nbytes / took_s
                 self._rate = RATE_MEMORY * past + (1 - RATE_MEMORY) * nbytes / took_s
+                self._rated_s = time.monotonic()
 
     def _note_leases(self) -> None:
         """Peers lent or took back: read what that cost."""
