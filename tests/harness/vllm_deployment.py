@@ -129,6 +129,7 @@ class Deployment:
                 AQUA_DOMAIN="domain",
                 AQUA_GPU_UUID="GPU-consumer",
                 VLLM_SERVER_DEV_MODE="1",  # `/sleep`
+                VLLM_LOGGING_LEVEL="INFO",  # What is read here; an engine beside may be quieter.
                 PYTHONUNBUFFERED="1",  # The log is read while it is written.
                 # So that a client stays with the process that answered it first.
                 VLLM_HTTP_TIMEOUT_KEEP_ALIVE="600",
