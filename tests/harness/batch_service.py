@@ -10,10 +10,12 @@ import json
 import os
 import signal
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 from harness.bounds import HANG_S, stopwatch
@@ -57,7 +59,8 @@ class BatchServiceProcess:
             **{f"AQUA_BATCH_{name.upper()}": value for name, value in settings.items()},
         }
         log, theirs = os.pipe()
-        self._log: Final = os.fdopen(log, encoding="utf-8")
+        self._lines: Final[SimpleQueue[str]] = SimpleQueue()
+        threading.Thread(target=_drain, args=(log, self._lines), daemon=True).start()
         self.process: Final = ForkedProcess(
             _serve if is_fenced else _serve_unfenced,
             streams={2: theirs},
@@ -78,7 +81,6 @@ class BatchServiceProcess:
     def __exit__(self, *_: object) -> None:
         self.process.send_signal(signal.SIGCONT)
         self.kill()
-        self._log.close()
 
     def client(self, api_key: str = "none") -> openai.OpenAI:
         """OpenAI's own client of this service."""
@@ -124,15 +126,23 @@ class BatchServiceProcess:
 
     def wait_to_say(self, event: str) -> dict[str, Any]:
         """Wait for an event in its log."""
-        for line in self._log:
+        for line in iter(self._lines.get, ""):
             try:
                 said = json.loads(line)
             except ValueError:
-                raise AssertionError(line + self._log.read()) from None
+                raise AssertionError(line + "".join(iter(self._lines.get, ""))) from None
             self.said.append(said)
             if said["event"] == event:
                 return dict(said)
         raise AssertionError(f"the service ended before it was {event}: {self.said}")
+
+
+def _drain(log: int, lines: SimpleQueue[str]) -> None:
+    """Read on whether anybody waits or not: a service whose log is full would stand still."""
+    with os.fdopen(log, encoding="utf-8") as stream:
+        for line in stream:
+            lines.put(line)
+    lines.put("")
 
 
 def _state_of(thread: Path) -> str:
