@@ -15,14 +15,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from aqua_coordinator import __version__
-from aqua_coordinator.loop_histogram import LabelHistogram, LoopHistogram
 from aqua_coordinator.store.rows import BooksSummary, ClosedReclaim, ProducerRow
 from aqua_protocol.lease import BOOKED_STATES
 from aqua_protocol.leases import QuotaView
@@ -91,15 +90,21 @@ class Metrics:
         counter = partial(Counter, registry=self._registry)
         gauge = partial(Gauge, registry=self._registry)
         histogram = partial(Histogram, registry=self._registry, buckets=_FAST_BUCKETS)
-        self._requests = _Requests()
-        self._redis_seconds = LabelHistogram(
-            "aqua_redis_command_duration_seconds",
-            "Time from submitting a command or script to its answer.",
-            ("command",),
-            _FAST_BUCKETS,
+        requests = counter(
+            "aqua_coordinator_requests", "HTTP requests answered.", ("route", "method", "code")
         )
-        self._registry.register(self._requests)
-        self._registry.register(self._redis_seconds)
+        request_seconds = histogram(
+            "aqua_coordinator_request_duration_seconds",
+            "Time from the end of a request's head to the end of its answer.",
+            ("route", "method"),
+        )
+        # Finding the child of its labels costs the client more than counting: `cache`.
+        self._answers = cache(
+            lambda route, method, code: (
+                requests.labels(route, method, code),
+                request_seconds.labels(route, method),
+            )
+        )
         self.connections_closed = counter(
             "aqua_coordinator_connections_closed",
             "Connections closed: late, unread, overlong, or crowded out.",
@@ -117,6 +122,13 @@ class Metrics:
         )
         self.audit_failures = counter(
             "aqua_coordinator_audit_failures", "Lines of the audit log that were not written."
+        )
+        self._redis_seconds = cache(
+            histogram(
+                "aqua_redis_command_duration_seconds",
+                "Time from submitting a command or script to its answer.",
+                ("command",),
+            ).labels
         )
         self.requests_in_flight = gauge(
             "aqua_coordinator_requests_in_flight", "HTTP requests being served."
@@ -156,11 +168,13 @@ class Metrics:
 
     def answered(self, route: str, method: str, code: int, seconds: float) -> None:
         """Count one request."""
-        self._requests.of(route, method, code).observe(seconds)
+        counted, timed = self._answers(route, method, code)
+        counted.inc()
+        timed.observe(seconds)
 
     def redis_answered(self, command: str, seconds: float) -> None:
         """Count one command."""
-        self._redis_seconds.labels(command).observe(seconds)
+        self._redis_seconds(command).observe(seconds)
 
     def attached(self, waits_s: Iterable[float]) -> None:
         """Count leases that producers have reported attached."""
@@ -181,38 +195,6 @@ class Metrics:
         registry = CollectorRegistry()
         registry.register(_BooksCollector(snapshot))
         return generate_latest(self._registry) + generate_latest(registry)
-
-
-class _Requests:
-    """Requests answered: one count tells both how many there were and how long they took."""
-
-    def __init__(self) -> None:
-        self._of: dict[tuple[str, str, int], LoopHistogram] = {}
-
-    def of(self, route: str, method: str, code: int) -> LoopHistogram:
-        """Those that were answered so."""
-        key = route, method, code
-        if (found := self._of.get(key)) is None:
-            found = self._of[key] = LoopHistogram(_FAST_BUCKETS)
-        return found
-
-    def collect(self) -> Iterator[Metric]:
-        requests = CounterMetricFamily(
-            "aqua_coordinator_requests",
-            "HTTP requests answered.",
-            labels=("route", "method", "code"),
-        )
-        seconds = LabelHistogram(
-            "aqua_coordinator_request_duration_seconds",
-            "Time from the end of a request's head to the end of its answer.",
-            ("route", "method"),
-            _FAST_BUCKETS,
-        )
-        for (route, method, code), answered in self._of.items():
-            requests.add_metric((route, method, str(code)), sum(answered.counts))
-            seconds.labels(route, method).add(answered)
-        yield requests
-        yield from seconds.collect()
 
 
 class _BooksCollector:
