@@ -15,7 +15,13 @@ from aqua_protocol import MIB
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.lender_process import LenderProcess
 from harness.producers import until
-from harness.vllm_server import VLLM_SERVE, free_port, metrics_of, serving_process
+from harness.vllm_server import (
+    VLLM_SERVE,
+    free_port,
+    metrics_of,
+    serving_process,
+    turn_flags,
+)
 
 SLABS: Final = 16
 API_PROCESSES: Final = 2
@@ -48,21 +54,8 @@ def common_flags(adapter: Path) -> list[str]:
 
 
 AQUA: Final = [
-    *("--scheduler-cls", "aqualib.engines.vllm.AquaScheduler"),
+    *turn_flags(store_bytes=f"{SLABS}MiB"),
     *("--middleware", "aqualib.engines.vllm.AquaMiddleware"),
-    "--kv-transfer-config",
-    json.dumps(
-        {
-            "kv_connector": "AquaConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "policy": "cfs",
-                "granularity_tokens": 0,
-                "slice_iterations": 4,
-                "store_bytes": f"{SLABS}MiB",
-            },
-        }
-    ),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -25,6 +26,18 @@ START_WITHIN_S: Final = 900.0
 ONE_PROCESS: Final = ["-m", "vllm.entrypoints.openai.api_server", "--model"]
 VLLM_SERVE: Final = [sys.executable, str(Path(__file__).with_name("vllm_command.py")), "serve"]
 """Which starts as many API processes as it is told to."""
+
+
+def turn_flags(**options: object) -> list[str]:
+    """Of a vLLM whose requests take short turns, paging; `options` go to the adapter besides."""
+    adapter = {"policy": "cfs", "granularity_tokens": 0, "slice_iterations": 4, **options}
+    transfer = {
+        "kv_connector": "AquaConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": adapter,
+    }
+    scheduler = "aqualib.engines.vllm.AquaScheduler"
+    return ["--scheduler-cls", scheduler, "--kv-transfer-config", json.dumps(transfer)]
 
 
 def free_port() -> int:

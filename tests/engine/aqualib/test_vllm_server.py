@@ -18,7 +18,7 @@ from aqua_protocol import MIB
 from harness.bounds import HANG_S
 from harness.tiny_llama import write_tiny_llama
 from harness.vllm_program import Scenario, prompts_of
-from harness.vllm_server import free_port, metrics_of, vllm_server
+from harness.vllm_server import free_port, metrics_of, turn_flags, vllm_server
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -26,24 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
-AQUA: Final = [
-    "--scheduler-cls",
-    "aqualib.engines.vllm.AquaScheduler",
-    "--kv-transfer-config",
-    json.dumps(
-        {
-            "kv_connector": "AquaConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "policy": "cfs",
-                "granularity_tokens": 0,
-                "slice_iterations": 4,
-                "store_bytes": "16MiB",
-                "is_offline": True,
-            },
-        }
-    ),
-]
+AQUA: Final = turn_flags(store_bytes="16MiB", is_offline=True)
 TOKEN: Final = "operator-of-this-engine"
 ADMINISTERED: Final = ("--middleware", "aqualib.engines.vllm.AquaMiddleware")
 PROMPTS: Final = prompts_of(Scenario(model=""))

@@ -88,7 +88,11 @@ def test_earlier_batches_tell_which_requests_decode_for_long(tmp_path: Path) -> 
 
     earlier = [request(i, is_long=i % 2 == 1) for i in range(1000, 1040)]
     answers = [answer(i, 2000 if i % 2 else 2) for i in range(1000, 1040)]
-    for name, lines in (("earlier", earlier), ("answers", [*answers, answer(7, 0), "junk"])):
+    wrong = [{"custom_id": "1000", "body": ["not an object"]}]
+    for name, lines in (
+        ("earlier", wrong + earlier),
+        ("answers", [*answers, answer(7, 0), "junk"]),
+    ):
         (tmp_path / name).write_text("\n".join(map(json.dumps, lines)))
     task = task_of(tmp_path, [request(i, is_long=i >= 100) for i in range(200)])
     known = task.model_copy(update={"earlier": [("earlier", "answers"), ("gone", "gone")]})

@@ -9,8 +9,8 @@ Prompts are not kept but their *blocks*: a number for each 16 tokens, as engines
 them. So 200 MB of input are a tree of 3 million blocks at most, and prefixes are found as far as an
 engine can share them. All sizes that follow are in blocks, and the coefficients of cost are scaled
 to them: a step of the forecast stands for 16 steps of an engine, so what a step computes has the
-same number in blocks as in tokens. Without a tokenizer a block is 64
-bytes of text, four bytes to a token.
+same number in blocks as in tokens. Without a tokenizer a block is 64 bytes of text, four bytes to a
+token.
 
 How long answers will be is learned from the first lines of earlier batches of the same tenant,
 which are in the tree beside the input: by prefix, by task and by length of the prompt (`kinds`).
@@ -178,7 +178,8 @@ def _earlier(task: OrderTask) -> Iterator[tuple[dict[str, Any], int]]:
                 for _, _, raw in numbered_lines(file):
                     if not lengths:
                         break
-                    with suppress(ValueError, KeyError, TypeError):
+                    # A line that is wrong may have the id of one that is right.
+                    with suppress(ValueError, KeyError, TypeError, AttributeError):
                         sent = from_json((raw or b"").removeprefix(UTF8_MARK))
                         body = sent["body"]
                         tokens = lengths.pop(sent["custom_id"]) // (body.get("n") or 1)

@@ -223,13 +223,13 @@ class StepAborts:
             self.got_somewhere(step.tokens)
         return step
 
-    def _predicted_s(self, plan: CoServingPlan) -> float:
-        return plan.expected_s if isfinite(plan.expected_s) else self._last_s
-
     def got_somewhere(self, requests: Collection[str]) -> None:
         """These have got somewhere, or ended."""
         for name in requests:
             self._fruitless.pop(name, None)
+
+    def _predicted_s(self, plan: CoServingPlan) -> float:
+        return plan.expected_s if isfinite(plan.expected_s) else self._last_s
 
 
 def _layers_within(seconds: float, step_s: float, layer_count: int) -> int:
