@@ -31,7 +31,7 @@ from rich.progress import track
 from rich.table import Table
 
 from aqua_client import CoordinatorClient
-from aqua_coordinator.tokens import Role, create_token
+from aqua_coordinator.access.tokens import Role, create_token
 from coordinator import HERE, children, cpu_s, free_port, pin, running
 
 FEW: Final = 100

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from aqua_coordinator.app import Service
-from aqua_coordinator.connections import Connection
+from aqua_coordinator.http.connections import Connection
 from aqua_protocol import ErrorBody
 from aqua_protocol.errors import ERRORS_BY_CODE
 from aqua_protocol.leases import LeaseGrant

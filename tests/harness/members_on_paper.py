@@ -10,7 +10,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Final
 
-from aqua_coordinator.adoption import AdoptionKeys
+from aqua_coordinator.store.adoption import AdoptionKeys
 from aqua_coordinator.store.rows import Grant
 from aqua_protocol import PROTOCOL_VERSION, TransportKind
 from aqua_protocol.leases import LeaseRequest, LeaseView

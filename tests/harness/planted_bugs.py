@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 from unittest import mock
 
-from aqua_coordinator.adoption import AdoptionKeys
 from aqua_coordinator.store import scripts
+from aqua_coordinator.store.adoption import AdoptionKeys
 from aqua_coordinator.store.keys import KEYS
 from aqua_coordinator.store.scripts import Library
 from aqua_protocol.members import HeldLease

@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Iterator
 from types import SimpleNamespace
 from typing import Any, Final, TypeVar, cast
 
-from aqua_coordinator.quotas import QuotasFile
+from aqua_coordinator.access.quotas import QuotasFile
 from aqua_protocol.leases import LeaseView, QuotaView
 from harness.ledger_room import MAX_STOP_S, SILENT_S
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer

@@ -14,19 +14,19 @@ from typing import Any, Final, TypeVar, cast
 
 from redis.exceptions import ResponseError
 
-from aqua_coordinator.adoption import AdoptionKeys
-from aqua_coordinator.auth import Caller
+from aqua_coordinator.access.auth import Caller
+from aqua_coordinator.access.quotas import Quotas
+from aqua_coordinator.access.rates import CallerRates
+from aqua_coordinator.access.tokens import Role
 from aqua_coordinator.metrics import Metrics
-from aqua_coordinator.quotas import Quotas
-from aqua_coordinator.rates import CallerRates
 from aqua_coordinator.routes import leases, members
 from aqua_coordinator.services import CapabilitySigner, HeartbeatRate, Services
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store import Ledger, Pipeline
+from aqua_coordinator.store.adoption import AdoptionKeys
 from aqua_coordinator.store.keys import KEYS
 from aqua_coordinator.store.pipeline import SHARING, Argument, store_error
 from aqua_coordinator.store.scripts import SWEEP_PERIOD_S, Library, load_library
-from aqua_coordinator.tokens import Role
 from aqua_protocol import AquaError, UnavailableError
 from aqua_protocol.errors import StoreUnavailableError
 from aqua_protocol.leases import (

@@ -23,9 +23,9 @@ from typing import Final
 
 from structlog.testing import capture_logs
 
+from aqua_coordinator.access.tokens import Role
 from aqua_coordinator.store.keys import KEYS
 from aqua_coordinator.store.scripts import Library
-from aqua_coordinator.tokens import Role
 from aqua_protocol import AquaError
 from aqua_protocol.leases import LeaseView
 from aqua_protocol.members import ConsumerAck, HeldLease

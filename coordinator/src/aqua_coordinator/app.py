@@ -24,23 +24,23 @@ from starlette.routing import Route
 
 from aqua_client.tracing import open_tracer
 from aqua_coordinator import __version__, routes
-from aqua_coordinator.adoption import AdoptionKeys
-from aqua_coordinator.answers import error_answer, typed
-from aqua_coordinator.audit import AuditLog
-from aqua_coordinator.auth import Authenticator
+from aqua_coordinator.access.audit import AuditLog
+from aqua_coordinator.access.auth import Authenticator
+from aqua_coordinator.access.quotas import Quotas
+from aqua_coordinator.access.rates import CallerRates
 from aqua_coordinator.console.batch_watch import BatchWatch
 from aqua_coordinator.console.views import ConsoleViews
 from aqua_coordinator.event_watcher import EventWatcher
-from aqua_coordinator.hot_routes import find_hot_routes
-from aqua_coordinator.member_totals import MemberTotals
+from aqua_coordinator.http.answers import error_answer, typed
+from aqua_coordinator.http.hot_routes import find_hot_routes
+from aqua_coordinator.http.request_limits import RequestLimits
 from aqua_coordinator.metrics import Metrics
-from aqua_coordinator.quotas import Quotas
-from aqua_coordinator.rates import CallerRates
-from aqua_coordinator.request_limits import RequestLimits
 from aqua_coordinator.services import CapabilitySigner, HeartbeatRate, Services
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store import Ledger, Pipeline, open_pool
+from aqua_coordinator.store.adoption import AdoptionKeys
 from aqua_coordinator.store.history import History
+from aqua_coordinator.store.member_totals import MemberTotals
 from aqua_coordinator.store.scripts import SWEEP_PERIOD_S
 from aqua_protocol import AquaError, ErrorBody, UnavailableError
 from aqua_protocol.errors import StoreUnavailableError

@@ -15,7 +15,13 @@ import typer
 from aqua_cli import CoordinatorToken, CoordinatorUrl, Json, print_json, print_table, say
 from aqua_cli import main as run_program
 from aqua_cli.program import DEFAULT_COORDINATOR_URL
-from aqua_coordinator.tokens import Role, create_token, parse_duration, read_tokens, revoke_token
+from aqua_coordinator.access.tokens import (
+    Role,
+    create_token,
+    parse_duration,
+    read_tokens,
+    revoke_token,
+)
 from aqua_protocol import ConfigError
 
 app = typer.Typer(

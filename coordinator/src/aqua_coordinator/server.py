@@ -25,11 +25,11 @@ import uvloop
 
 from aqua_cli.service import address_of, listen
 from aqua_coordinator import __version__
-from aqua_coordinator.adoption import AdoptionKeys
 from aqua_coordinator.app import Service
-from aqua_coordinator.connections import ConnectionLimits
 from aqua_coordinator.embedded import EmbeddedValkey
+from aqua_coordinator.http.connections import ConnectionLimits
 from aqua_coordinator.settings import CoordinatorSettings
+from aqua_coordinator.store.adoption import AdoptionKeys
 from aqua_protocol import ConfigError
 from aqua_protocol.supervision import SupervisedTask
 

@@ -20,17 +20,17 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import Field, SecretStr
 
 from aqua_client.tracing import Tracer
-from aqua_coordinator.audit import AuditLog
-from aqua_coordinator.auth import Authenticator, Caller
+from aqua_coordinator.access.audit import AuditLog
+from aqua_coordinator.access.auth import Authenticator, Caller
+from aqua_coordinator.access.quotas import Quotas
+from aqua_coordinator.access.rates import CallerRates
 from aqua_coordinator.console.views import ConsoleViews
 from aqua_coordinator.event_watcher import EventWatcher
-from aqua_coordinator.member_totals import MemberTotals
 from aqua_coordinator.metrics import Metrics
-from aqua_coordinator.quotas import Quotas
-from aqua_coordinator.rates import CallerRates
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store import Ledger
 from aqua_coordinator.store.history import History
+from aqua_coordinator.store.member_totals import MemberTotals
 from aqua_coordinator.store.rows import Grant
 from aqua_protocol.capability import Claims, producer_key, sign
 from aqua_protocol.ids import MAX_EPOCH, Name

@@ -26,7 +26,7 @@ from typing import Final, Self
 
 from pydantic import ValidationError
 
-from aqua_coordinator.tokens import Role, create_token
+from aqua_coordinator.access.tokens import Role, create_token
 from aqua_demo.messages import (
     CONSUMER_ID,
     PRODUCER_ID,

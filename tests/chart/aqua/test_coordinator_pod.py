@@ -12,9 +12,9 @@ from typing import Final
 
 import pytest
 
+from aqua_coordinator.access.tokens import Role, digest, read_tokens
 from aqua_coordinator.settings import load_settings
 from aqua_coordinator.store.connection import open_pool
-from aqua_coordinator.tokens import Role, digest, read_tokens
 from harness.chart import AXES, CHART, EXAMPLES, Manifest, helm, merged, named, pods, render
 
 SECRETS: Final = {

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import httpx
 import pytest
 
-from aqua_coordinator.tokens import Role, create_token
+from aqua_coordinator.access.tokens import Role, create_token
 from aqua_protocol.leases import Pairing, PlacementPlan
 from harness.asgi import as_json
 from harness.batch_service import BatchServiceProcess

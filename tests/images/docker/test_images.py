@@ -22,7 +22,7 @@ from typing import Final
 import httpx
 import pytest
 
-from aqua_coordinator.tokens import Role, create_token
+from aqua_coordinator.access.tokens import Role, create_token
 from harness.chart import ROOT
 from harness.image import BASE, command_in, configuration, mounted, tree_bytes
 

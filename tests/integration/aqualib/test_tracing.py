@@ -15,7 +15,7 @@ from pydantic import Field, TypeAdapter, model_validator
 
 import aqualib
 from aqua_client.tracing import open_tracer
-from aqua_coordinator.tokens import Role, create_token
+from aqua_coordinator.access.tokens import Role, create_token
 from aqua_protocol import ConfigError
 from aqua_protocol.channel import Goodbye, Hello, Released
 from aqualib.settings import load_settings

@@ -9,7 +9,7 @@ import httpx
 
 from aqua_batch.service.rows import keys
 from aqua_batch.service.rows.database import Database
-from aqua_coordinator.tokens import Role, create_token
+from aqua_coordinator.access.tokens import Role, create_token
 from aqua_protocol.batches import BatchSummary
 from harness.batch_service import BatchServiceProcess, chat_line, completed, submit, wait_until
 from harness.coordinator_process import CoordinatorProcess, data_dir

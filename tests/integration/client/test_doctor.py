@@ -11,7 +11,7 @@ import pytest
 
 from aqua_client import CoordinatorClient
 from aqua_client.doctor import probe_coordinator
-from aqua_coordinator.tokens import Role, create_token
+from aqua_coordinator.access.tokens import Role, create_token
 from aqua_protocol.findings import Finding, FindingLevel
 from harness.coordinator_process import CoordinatorProcess
 from harness.store_servers import short_directory

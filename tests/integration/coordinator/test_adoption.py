@@ -7,8 +7,8 @@ from typing import Final
 
 import pytest
 
-from aqua_coordinator.adoption import FILE_NAME, AdoptionKeys
 from aqua_coordinator.store import Ledger
+from aqua_coordinator.store.adoption import FILE_NAME, AdoptionKeys
 from aqua_coordinator.store.keys import KEYS
 from aqua_coordinator.store.scripts import CONSTANTS
 from aqua_protocol import ConfigError, LeaseState, ProtocolError

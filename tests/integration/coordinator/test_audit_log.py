@@ -12,10 +12,10 @@ import pytest
 from fastapi.routing import APIRoute
 
 from aqua_coordinator import routes
+from aqua_coordinator.access.tokens import Role, create_token
 from aqua_coordinator.app import Service
 from aqua_coordinator.embedded import EmbeddedValkey
 from aqua_coordinator.settings import CoordinatorSettings
-from aqua_coordinator.tokens import Role, create_token
 from aqua_protocol import ConfigError
 from harness.asgi import allocate, as_json, client_of, error_of, hear, join
 from harness.bounds import HANG_S

@@ -12,13 +12,13 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
+from aqua_coordinator.access.tokens import Role, create_token
 from aqua_coordinator.app import Service
-from aqua_coordinator.connections import MAX_STRANGERS, Connection, ConnectionLimits
 from aqua_coordinator.embedded import EmbeddedValkey
+from aqua_coordinator.http.connections import MAX_STRANGERS, Connection, ConnectionLimits
+from aqua_coordinator.http.request_limits import OWN_FILES
 from aqua_coordinator.metrics import Metrics
-from aqua_coordinator.request_limits import OWN_FILES
 from aqua_coordinator.settings import CoordinatorSettings
-from aqua_coordinator.tokens import Role, create_token
 from harness.asgi import as_json, client_of, error_of
 from harness.ledger_room import ledger_room
 from harness.members_on_paper import PaperConsumer

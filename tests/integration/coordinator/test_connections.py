@@ -14,8 +14,8 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from aqua_coordinator import connections
-from aqua_coordinator.connections import Connection, ConnectionLimits
+from aqua_coordinator.http import connections
+from aqua_coordinator.http.connections import Connection, ConnectionLimits
 from aqua_coordinator.metrics import Metrics
 from aqua_coordinator.server import SERVER_OPTIONS
 

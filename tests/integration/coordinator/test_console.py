@@ -14,12 +14,12 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from aqua_coordinator.access.tokens import Role, create_token
 from aqua_coordinator.app import Service
 from aqua_coordinator.embedded import EmbeddedValkey
 from aqua_coordinator.routes.events import stream_events
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store.keys import KEYS
-from aqua_coordinator.tokens import Role, create_token
 from aqua_protocol.leases import EndedReclaim, Event, Pairing, PlacementPlan, ReclaimOutcome
 from aqua_protocol.members import LoadReport, ReclaimReport
 from harness.asgi import allocate, as_json, client_of, error_of, hear, join

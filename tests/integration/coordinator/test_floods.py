@@ -18,8 +18,8 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from aqua_coordinator.token_queue import IN_WORK_BYTES
-from aqua_coordinator.tokens import Role, create_token, revoke_token
+from aqua_coordinator.access.tokens import Role, create_token, revoke_token
+from aqua_coordinator.http.token_queue import IN_WORK_BYTES
 from aqua_protocol import LeaseState
 from aqua_protocol.leases import LeaseGrant, LeaseView
 from harness.bounds import HANG_S

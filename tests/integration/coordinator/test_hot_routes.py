@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from aqua_coordinator.app import Service
-from aqua_coordinator.request_limits import RequestLimits
+from aqua_coordinator.http.request_limits import RequestLimits
 from harness.asgi import client_of, without_network
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
 

@@ -10,10 +10,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from aqua_coordinator.access.tokens import Role, create_token
 from aqua_coordinator.app import Service
 from aqua_coordinator.embedded import EmbeddedValkey
 from aqua_coordinator.settings import CoordinatorSettings
-from aqua_coordinator.tokens import Role, create_token
 from aqua_protocol.capability import verify
 from aqua_protocol.members import HeartbeatAck
 from harness.asgi import allocate, as_json, client_of, error_of, hear, join

@@ -10,12 +10,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from aqua_coordinator.access.tokens import Role, create_token
 from aqua_coordinator.app import Service
 from aqua_coordinator.embedded import EmbeddedValkey
-from aqua_coordinator.hot_routes import LARGE_BODY_BYTES, MAX_MEMBERS
-from aqua_coordinator.request_limits import SMALL_BODY_BYTES
+from aqua_coordinator.http.hot_routes import LARGE_BODY_BYTES, MAX_MEMBERS
+from aqua_coordinator.http.request_limits import SMALL_BODY_BYTES
 from aqua_coordinator.settings import CoordinatorSettings
-from aqua_coordinator.tokens import Role, create_token
 from aqua_protocol import PROTOCOL_VERSION
 from aqua_protocol.members import MAX_RECLAIMS_PER_REPORT, ReclaimReport
 from harness.asgi import as_json, client_of, error_of

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from aqua_coordinator.access.tokens import Role, create_token, revoke_token
 from aqua_coordinator.app import Service
 from aqua_coordinator.embedded import EmbeddedValkey
 from aqua_coordinator.settings import CoordinatorSettings
-from aqua_coordinator.tokens import Role, create_token, revoke_token
 from aqua_protocol.members import HeartbeatAck
 from harness.asgi import allocate, as_json, client_of, error_of, hear, join
 from harness.ledger_room import ledger_room

@@ -28,9 +28,9 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
+from aqua_coordinator.access.tokens import Role, create_token
 from aqua_coordinator.app import Service
 from aqua_coordinator.settings import CoordinatorSettings
-from aqua_coordinator.tokens import Role, create_token
 from aqua_protocol.errors import VersionMismatchError
 from harness.bounds import HANG_S
 from harness.coordinator_process import CoordinatorProcess

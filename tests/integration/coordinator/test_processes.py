@@ -20,9 +20,9 @@ import httpx
 import psutil
 import pytest
 
-from aqua_coordinator.adoption import FILE_NAME
+from aqua_coordinator.access.tokens import Role, create_token
 from aqua_coordinator.store import Ledger, Pipeline, open_pool
-from aqua_coordinator.tokens import Role, create_token
+from aqua_coordinator.store.adoption import FILE_NAME
 from aqua_protocol.leases import LeaseGrant
 from harness.bounds import HANG_S
 from harness.coordinator_process import CoordinatorProcess

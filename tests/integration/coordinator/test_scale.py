@@ -9,10 +9,11 @@ import pytest
 from fastapi.routing import APIRoute
 from prometheus_client.parser import text_string_to_metric_families
 
-from aqua_coordinator import member_totals, routes
+from aqua_coordinator import routes
 from aqua_coordinator.app import Service
 from aqua_coordinator.metrics import MAX_LABELLED_MEMBERS
 from aqua_coordinator.services import MAX_PAGE
+from aqua_coordinator.store import member_totals
 from aqua_protocol.members import MAX_MEMBERS_PER_HEARTBEAT, Heartbeat
 from harness.asgi import as_json, error_of
 from harness.ledger_room import LedgerRoom

@@ -32,7 +32,7 @@ FAULT = """
 import sys
 import structlog
 from aqua_cli.service import configure_logs
-from aqua_coordinator.answers import typed
+from aqua_coordinator.http.answers import typed
 configure_logs("info")
 def fail():
     secret = "hunter" + str(1 + 1)

@@ -19,12 +19,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from aqua_coordinator import app, connections, embedded
+from aqua_coordinator import app, embedded
+from aqua_coordinator.access.tokens import Role, create_token, revoke_token
 from aqua_coordinator.app import Service
 from aqua_coordinator.embedded import EmbeddedValkey
+from aqua_coordinator.http import connections
 from aqua_coordinator.server import Server
 from aqua_coordinator.settings import CoordinatorSettings
-from aqua_coordinator.tokens import Role, create_token, revoke_token
 from aqua_protocol import LeaseState
 from aqua_protocol.supervision import Loop, RestartPolicy, restart_counts, running_loops
 from harness.asgi import allocate, client_of, error_of, hear, join, without_network

@@ -13,13 +13,13 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
+from aqua_coordinator.access.tokens import Role, create_token
 from aqua_coordinator.app import Service
 from aqua_coordinator.embedded import EmbeddedValkey
 from aqua_coordinator.routes import ALL
 from aqua_coordinator.routes.events import stream_events
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store.keys import KEYS
-from aqua_coordinator.tokens import Role, create_token
 from aqua_protocol import LeaseState
 from aqua_protocol.leases import LeaseGrant, Pairing, PlacementPlan, QuotaPage, ReclaimRequest
 from harness.asgi import allocate, as_json, client_of, error_of, hear, join

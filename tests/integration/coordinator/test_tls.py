@@ -22,7 +22,7 @@ import pytest
 
 from aqua_client import AsyncCoordinatorClient, CoordinatorClient, RetryRule
 from aqua_client.tls import TlsFiles
-from aqua_coordinator.connections import MAX_STRANGERS
+from aqua_coordinator.http.connections import MAX_STRANGERS
 from aqua_protocol import ConfigError, UnavailableError
 from aqua_protocol.errors import UnauthenticatedError
 from aqualib.settings import load_settings

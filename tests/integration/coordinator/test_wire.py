@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
+from aqua_coordinator.access.tokens import Role, create_token
 from aqua_coordinator.app import Service
 from aqua_coordinator.embedded import EmbeddedValkey
 from aqua_coordinator.server import Server
 from aqua_coordinator.settings import CoordinatorSettings
-from aqua_coordinator.tokens import Role, create_token
 from harness.bounds import HANG_S
 from harness.ledger_room import ledger_room
 from harness.members_on_paper import PaperConsumer, PaperProducer

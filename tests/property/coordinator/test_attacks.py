@@ -32,12 +32,12 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aqua_coordinator.access.auth import Caller
+from aqua_coordinator.access.tokens import Role, create_token, revoke_token
 from aqua_coordinator.app import Service
-from aqua_coordinator.auth import Caller
 from aqua_coordinator.embedded import EmbeddedValkey
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store import Ledger
-from aqua_coordinator.tokens import Role, create_token, revoke_token
 from aqua_protocol import LeaseState
 from aqua_protocol.leases import LeaseGrant, LeaseView
 from harness.asgi import as_json, client_of

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from aqua_coordinator.quotas import TenantQuota
+from aqua_coordinator.access.quotas import TenantQuota
 from aqua_coordinator.store.keys import KEYS
 from aqua_protocol import CapacityError
 from aqua_protocol.errors import QuotaExceededError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aqua_coordinator.quotas import MAX_COHORT, QuotasFile, read_quotas
+from aqua_coordinator.access.quotas import MAX_COHORT, QuotasFile, read_quotas
 from aqua_coordinator.store.keys import KEYS
 from aqua_protocol import CapacityError, ConfigError, UnknownResourceError
 from aqua_protocol.errors import ForbiddenError, QuotaExceededError

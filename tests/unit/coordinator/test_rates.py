@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from prometheus_client import Counter
 
-from aqua_coordinator.auth import ANONYMOUS, Authenticator, Caller
-from aqua_coordinator.quotas import Quotas
-from aqua_coordinator.rates import BURST_S, CallerRates, RateKind
+from aqua_coordinator.access.auth import ANONYMOUS, Authenticator, Caller
+from aqua_coordinator.access.quotas import Quotas
+from aqua_coordinator.access.rates import BURST_S, CallerRates, RateKind
+from aqua_coordinator.access.tokens import Role, create_token
 from aqua_coordinator.settings import CoordinatorSettings
-from aqua_coordinator.tokens import Role, create_token
 from aqua_protocol.errors import RateLimitedError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from aqua_coordinator.token_queue import IN_WORK_BYTES, Place, TokenQueue
+from aqua_coordinator.http.token_queue import IN_WORK_BYTES, Place, TokenQueue
 
 HALF = IN_WORK_BYTES // 2
 

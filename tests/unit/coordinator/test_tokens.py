@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from aqua_cli.program import command_of, run
-from aqua_coordinator.auth import ANONYMOUS, Authenticator, Caller
-from aqua_coordinator.cli import app
-from aqua_coordinator.tokens import (
+from aqua_coordinator.access.auth import ANONYMOUS, Authenticator, Caller
+from aqua_coordinator.access.tokens import (
     Role,
     TokensFile,
     create_token,
@@ -21,6 +20,7 @@ from aqua_coordinator.tokens import (
     read_tokens,
     revoke_token,
 )
+from aqua_coordinator.cli import app
 from aqua_protocol import ConfigError, UnknownResourceError
 from aqua_protocol.errors import ForbiddenError, UnauthenticatedError
 

@@ -14,9 +14,9 @@ from typing import Annotated, Final, Literal
 from fastapi import APIRouter, Header
 from fastapi.responses import HTMLResponse, Response
 
+from aqua_coordinator.access.tokens import Role
 from aqua_coordinator.console.views import ConsoleTimeline
 from aqua_coordinator.services import CallerDep, ServicesDep
-from aqua_coordinator.tokens import Role
 from aqua_protocol import UnknownResourceError
 from aqua_protocol.ids import Name
 

@@ -13,7 +13,7 @@ from typing import Annotated, Final
 from fastapi import APIRouter, Header
 from fastapi.responses import StreamingResponse
 
-from aqua_coordinator.auth import Caller
+from aqua_coordinator.access.auth import Caller
 from aqua_coordinator.services import CallerDep, Services, ServicesDep
 from aqua_protocol import AquaError
 

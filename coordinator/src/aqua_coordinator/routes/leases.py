@@ -7,11 +7,11 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from aqua_client.tracing import span_of
-from aqua_coordinator.audit import note
-from aqua_coordinator.hot_routes import hot
-from aqua_coordinator.rates import RateKind
+from aqua_coordinator.access.audit import note
+from aqua_coordinator.access.rates import RateKind
+from aqua_coordinator.access.tokens import Role
+from aqua_coordinator.http.hot_routes import hot
 from aqua_coordinator.services import CallerDep, IdempotencyKey, Limit, ServicesDep
-from aqua_coordinator.tokens import Role
 from aqua_protocol import LeaseState
 from aqua_protocol.errors import QuotaExceededError
 from aqua_protocol.ids import Name

@@ -12,12 +12,12 @@ from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Query
 
-from aqua_coordinator.audit import note
-from aqua_coordinator.auth import Caller
-from aqua_coordinator.hot_routes import hot
-from aqua_coordinator.rates import RateKind
+from aqua_coordinator.access.audit import note
+from aqua_coordinator.access.auth import Caller
+from aqua_coordinator.access.rates import RateKind
+from aqua_coordinator.access.tokens import Role
+from aqua_coordinator.http.hot_routes import hot
 from aqua_coordinator.services import CallerDep, Limit, NameCursor, Services, ServicesDep, next_name
-from aqua_coordinator.tokens import Role
 from aqua_protocol import (
     AquaError,
     ErrorBody,

@@ -11,7 +11,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from aqua_coordinator.audit import note
+from aqua_coordinator.access.audit import note
+from aqua_coordinator.access.tokens import Role
 from aqua_coordinator.services import (
     MAX_PAGE,
     CallerDep,
@@ -22,7 +23,6 @@ from aqua_coordinator.services import (
     ServicesDep,
     next_name,
 )
-from aqua_coordinator.tokens import Role
 from aqua_protocol import RequestInvalidError
 from aqua_protocol.ids import Name
 from aqua_protocol.leases import (

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
-from aqua_coordinator.member_totals import MemberTotals
 from aqua_coordinator.store import Ledger, rows
 from aqua_coordinator.store.keys import KEYS
+from aqua_coordinator.store.member_totals import MemberTotals
 from aqua_coordinator.store.pipeline import Pipeline
 from aqua_protocol.leases import EndedReclaim
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
 
-from aqua_coordinator.adoption import AdoptionKeys
 from aqua_coordinator.store import rows
+from aqua_coordinator.store.adoption import AdoptionKeys
 from aqua_coordinator.store.keys import KEYS
 from aqua_coordinator.store.lua_step import lua_step
 from aqua_coordinator.store.pipeline import PROBE_TTL_MS, RETRY_AFTER_S, Argument, Pipeline

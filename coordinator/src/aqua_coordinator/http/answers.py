@@ -14,7 +14,7 @@ import structlog
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from aqua_coordinator.audit import note
+from aqua_coordinator.access.audit import note
 from aqua_protocol import PROTOCOL_VERSION, AquaError, RequestInvalidError, UnknownResourceError
 from aqua_protocol.errors import (
     MethodNotAllowedError,

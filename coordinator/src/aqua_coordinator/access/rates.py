@@ -16,14 +16,14 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from aqua_coordinator.tokens import MAX_TOKENS
+from aqua_coordinator.access.tokens import MAX_TOKENS
 from aqua_protocol.errors import RateLimitedError
 
 if TYPE_CHECKING:
     from prometheus_client import Counter
 
-    from aqua_coordinator.auth import Caller
-    from aqua_coordinator.quotas import Quotas
+    from aqua_coordinator.access.auth import Caller
+    from aqua_coordinator.access.quotas import Quotas
     from aqua_coordinator.settings import CoordinatorSettings
 
 BURST_S: Final = 5.0

@@ -15,8 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from aqua_coordinator.followed_file import FollowedFile
-from aqua_coordinator.tokens import MAX_TOKEN_LENGTH, PREFIX, Role, TokenEntry, digest, read_tokens
+from aqua_coordinator.access.followed_file import FollowedFile
+from aqua_coordinator.access.tokens import (
+    MAX_TOKEN_LENGTH,
+    PREFIX,
+    Role,
+    TokenEntry,
+    digest,
+    read_tokens,
+)
 from aqua_protocol.errors import ForbiddenError, UnauthenticatedError
 
 

@@ -32,15 +32,15 @@ from weakref import WeakValueDictionary
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aqua_client.tracing import HEADER
-from aqua_coordinator.answers import JSON_HEADER, Answer, error_answer, typed
-from aqua_coordinator.audit import AuditLog
-from aqua_coordinator.auth import Caller
-from aqua_coordinator.connections import MAX_STRANGERS, Connection
-from aqua_coordinator.hosts import AllowedHosts
-from aqua_coordinator.hot_routes import HotRoutes, Shape, rendered, shape_of
+from aqua_coordinator.access.audit import AuditLog
+from aqua_coordinator.access.auth import Caller
+from aqua_coordinator.access.tokens import Role
+from aqua_coordinator.http.answers import JSON_HEADER, Answer, error_answer, typed
+from aqua_coordinator.http.connections import MAX_STRANGERS, Connection
+from aqua_coordinator.http.hosts import AllowedHosts
+from aqua_coordinator.http.hot_routes import HotRoutes, Shape, rendered, shape_of
+from aqua_coordinator.http.token_queue import FREE_BYTES, READING_BYTES, Place, TokenQueue
 from aqua_coordinator.services import Services
-from aqua_coordinator.token_queue import FREE_BYTES, READING_BYTES, Place, TokenQueue
-from aqua_coordinator.tokens import Role
 from aqua_protocol import RequestInvalidError, UnavailableError
 from aqua_protocol.errors import RequestTooLargeError, UnauthenticatedError
 

@@ -20,7 +20,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from aqua_coordinator.auth import Caller
+from aqua_coordinator.access.auth import Caller
 from aqua_coordinator.services import KeyText, Services
 from aqua_protocol import RequestInvalidError
 from aqua_protocol.ids import Name

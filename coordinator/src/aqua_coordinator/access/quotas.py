@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from aqua_coordinator.followed_file import FollowedFile
+from aqua_coordinator.access.followed_file import FollowedFile
 from aqua_protocol import ConfigError, parse_bytes
 from aqua_protocol.ids import Name
 from aqua_protocol.units import MAX_BYTES

@@ -1,0 +1,1 @@
+"""HTTP before and beside FastAPI: connections, limits of requests, hot routes, errors."""
