@@ -290,6 +290,32 @@ def test_an_engine_that_slept_in_the_middle_answers_as_ever(
     assert_took_turns(deployed.counters(), before)
 
 
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_an_engine_that_ends_its_requests_before_it_sleeps_answers_as_ever(
+    deployed: Deployment, expected: list[list[int]], mode: str
+) -> None:
+    """Those that wait outside of memory end as well: waited for, or aborted."""
+    client = deployed.client
+    was_amid = False
+    with ThreadPoolExecutor(1) as pool:
+        while not was_amid:
+            before = deployed.counters()
+            asked = pool.submit(ask_all, client, **LONG)
+            await_turn(deployed, before)
+            was_amid = not asked.done()
+            client.post("/sleep", params={"level": 1, "mode": mode}).raise_for_status()
+            client.post("/wake_up").raise_for_status()
+            answers = asked.result(HANG_S)
+            if mode == "wait":
+                assert tokens_of(answers) == expected
+                continue
+            was_amid = any(each["finish_reason"] == "abort" for each in answers)
+            for tokens, whole in zip(tokens_of(answers), expected, strict=True):
+                assert tokens == whole[: len(tokens)]
+    assert tokens_of(ask_all(client, **LONG)) == expected
+    until(lambda: is_idle(deployed.counters()), "no request is left, nor any memory")
+
+
 def await_turn(deployed: Deployment, before: dict[str, float]) -> None:
     """Wait until a request was put out of memory, so that others are under way and wait."""
     name = "aqua:forced_preemptions"
