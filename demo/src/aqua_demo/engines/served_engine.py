@@ -65,9 +65,10 @@ class EngineServer:
 
     async def serve(self, order: dict[str, Any]) -> dict[str, Any]:
         """Serve the online requests of an order, with offline ones beside them."""
-        begun_s, before = time.monotonic(), counters()
         file = order["offline"]
+        # Before the clock is read: no request of a person's waits for a client that reads a file.
         waiting = iter([] if file is None else read_offline_file(Path(file)))
+        begun_s, before = time.monotonic(), counters()
         online = [unanswered(*arrival) for arrival in order["online"]]
         offline: list[Row] = []
         beside = [
