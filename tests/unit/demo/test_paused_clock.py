@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -68,6 +70,25 @@ def test_while_a_group_is_stopped_none_of_it_works_and_its_clock_stands_still(
             time.sleep(0.001)
     took_s = clock_s(group) - began_s
     assert 0.0 < took_s <= time.monotonic() - ours_s - stopped_s
+
+
+def test_a_clock_does_not_go_back_where_its_group_ran_on_for_a_moment(
+    group: TurnGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[float] = []
+
+    def stop_late(pid: int, number: int) -> None:
+        if number == signal.SIGSTOP:
+            time.sleep(0.05)
+            told.append(clock_s(group))
+        kill(pid, number)
+
+    kill = os.killpg
+    clock_s(group)
+    monkeypatch.setattr(os, "killpg", stop_late)
+    group.pause()
+    group.resume()
+    assert clock_s(group) >= told[0]
 
 
 def test_what_a_group_leaves_running_ends_with_it(group: TurnGroup, tmp_path: Path) -> None:

@@ -83,10 +83,11 @@ class TurnGroup:
 
         What it starts after the first pause is stopped, too, but not waited for.
         """
-        self._stopped_at_s = time.monotonic()
         os.killpg(self.leader.pid, signal.SIGSTOP)
         while not self._is_still():
             time.sleep(LOOK_S)
+        # Not before: its clocks would go back by how long it ran on.
+        self._stopped_at_s = time.monotonic()
 
     def resume(self) -> None:
         """Continue it, if it is stopped; by its clocks no time has passed."""

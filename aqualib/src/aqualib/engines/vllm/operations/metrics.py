@@ -157,4 +157,6 @@ class AquaPromMetrics(KVConnectorPromMetrics):
                 self._levels[name, engine_idx] += value
                 metric.set(self._levels[name, engine_idx])
             else:
-                metric.inc(value)
+                # A time may fall where a clock was set back, and vLLM ends all requests over an
+                # error here.
+                metric.inc(max(0.0, value))
