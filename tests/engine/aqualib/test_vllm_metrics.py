@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 def test_a_time_that_falls_is_told_as_none_and_raises_nothing() -> None:
-    """vLLM ends every request that it has over an error here."""
+    """An error here ends every request that vLLM has."""
     registry = prometheus_client.CollectorRegistry()
     kinds = (prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram)
     shown = AquaPromMetrics(
