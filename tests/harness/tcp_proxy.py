@@ -66,11 +66,13 @@ class TcpProxy:
     Attributes:
         port: Where it listens.
         connection_count: Connections that it holds open.
+        byte_count: Bytes that it has carried, both ways.
     """
 
     def __init__(self, thread: ProxyThread, target_port: int) -> None:
         self.port = 0
         self.connection_count = 0
+        self.byte_count = 0
         self._thread: Final = thread
         self._target_port: Final = target_port
         self._passage = Passage.PASS
@@ -158,6 +160,7 @@ class TcpProxy:
         while chunk := await reader.read(CHUNK_BYTES):
             await self._moves.wait()
             if drop_count == self._drop_count:
+                self.byte_count += len(chunk)
                 writer.write(chunk)
                 await writer.drain()
         await writer.drain()

@@ -9,17 +9,22 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from aqua_batch.cli import app
-from aqua_protocol.errors import UnknownResourceError
+from aqua_batch.service.client import BatchClient
+from aqua_protocol.errors import ConfigError, UnauthenticatedError, UnknownResourceError
 from generators.page_commands import blocks
 from harness.batch_service import BatchServiceProcess, chat_line
 from harness.bounds import HANG_S
 from harness.counting_server import CountingServer
+from harness.tcp_proxy import ProxyThread
 
+FEW_BYTES: Final = 1 << 13
+"""Bytes: more than a request without a file and its answer, less than a piece of a file."""
 TUTORIAL: Final = Path(__file__).resolve().parents[3] / "docs/tutorials/batch-api.md"
 
 
@@ -80,13 +85,67 @@ def test_a_batch_is_cancelled_and_waiting_says_that_it_did_not_complete(
 def test_a_remedy_is_about_what_was_not_found(service: BatchServiceProcess, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(chat_line("a", "b"))
-    refused = aqua_batch(service, "submit", str(source), "--endpoint", "/v1/responses")
-    assert isinstance(refused.exception, UnknownResourceError)
-    assert "batches of /v1/responses are not served" in refused.exception.message
-    assert not refused.exception.remedy
+    with BatchClient(service.url) as client:
+        file = client.upload(source)
+        with pytest.raises(UnknownResourceError, match="batches of /v1/responses are not") as found:
+            client.create(file.id, "/v1/responses", "24h", {})
+    assert not found.value.remedy
     missing = aqua_batch(service, "status", "batch_0")
     assert isinstance(missing.exception, UnknownResourceError)
     assert missing.exception.remedy == "`aqua batch status` lists batches."
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words", "remedy"),
+    [
+        (("--endpoint", "/v1/responses"), "batches of /v1/responses are not", "--endpoint"),
+        (("--window", "1 day"), "completion_window: must be a number", "Correct --window."),
+        (("--window", "31d"), "of at most 30 days", "Correct --window."),
+        (("--label", f"{'n' * 65}=v"), "at most 64 characters", "Correct --label."),
+        (tuple(x for i in range(17) for x in ("--label", f"{i}=v")), "16 items", "--label"),
+    ],
+)
+def test_what_is_wrong_with_the_options_is_told_before_the_file_is_sent(
+    service: BatchServiceProcess,
+    tmp_path: Path,
+    wrong: tuple[str, ...],
+    words: str,
+    remedy: str,
+) -> None:
+    source = tmp_path / "unsent.jsonl"
+    source.write_bytes(chat_line("a", "b"))
+    refused = aqua_batch(service, "submit", str(source), *wrong)
+    assert isinstance(refused.exception, ConfigError)
+    assert words in refused.exception.message
+    assert remedy in refused.exception.remedy
+    assert source.name not in [each.filename for each in service.client().files.list()]
+
+
+@pytest.mark.parametrize(("content", "words"), [(b"", "is empty"), (b"{}\n", "with a url")])
+def test_a_file_that_is_no_batch_is_not_sent(
+    service: BatchServiceProcess, tmp_path: Path, content: bytes, words: str
+) -> None:
+    source = tmp_path / "none.jsonl"
+    source.write_bytes(content)
+    refused = aqua_batch(service, "submit", str(source))
+    assert isinstance(refused.exception, ConfigError)
+    assert words in refused.exception.message
+    assert source.name not in [each.filename for each in service.client().files.list()]
+
+
+def test_a_wrong_key_is_told_before_the_file_is_sent(
+    engine: CountingServer, tmp_path: Path
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(chat_line("a", "x" * 100 * FEW_BYTES))
+    place = ("--data-dir", str(tmp_path))
+    assert aqua_batch(None, "key", "add", "--tenant", "red", *place).exit_code == 0
+    with BatchServiceProcess(tmp_path, [engine.url]) as service, ProxyThread() as proxies:
+        proxy = proxies.open(urlsplit(service.url).port or 0)
+        url = f"http://127.0.0.1:{proxy.port}"
+        refused = aqua_batch(None, "submit", str(source), "--url", url, "--api-key", "wrong")
+        assert isinstance(refused.exception, UnauthenticatedError)
+        assert 0 < proxy.byte_count < FEW_BYTES
 
 
 def test_keys_and_quotas_are_kept_in_the_services_database(tmp_path: Path) -> None:

@@ -42,6 +42,12 @@ LOG_EVERY_S: Final = 30.0
 """Seconds between two lines where stderr is no terminal. Doubled, a log says half as often."""
 LONGEST_LINE_BYTES: Final = 64 << 20
 """Bytes; longer lines are none. Doubled, a file without line ends takes twice the memory."""
+OPTIONS: Final = {
+    "endpoint": "--endpoint, or the url of each line",
+    "completion_window": "--window",
+    "metadata": "--label",
+}
+"""Where a user says what a batch's fields say; fixed by `submit`."""
 LAST: Final = frozenset({"completed", "failed", "expired", "cancelled"})
 
 Url = Annotated[str, typer.Option("--url", envvar="AQUA_BATCH_URL", help="The batch service.")]
@@ -132,15 +138,22 @@ def submit(
 ) -> None:
     """Upload IN and create a batch of it; prints the batch's id.
 
+    What is wrong with the options, the URL or the key is told before IN is sent.
+
     `aqua batch submit in.jsonl --wait && aqua batch fetch BATCH -o out.jsonl`
     """
     metadata = dict(_pair(each) for each in label or ())
     if not source.is_file():
         raise ConfigError(f"no file {source}", remedy="Name a batch file, a request per line.")
+    if source.stat().st_size == 0:
+        raise ConfigError(f"{source} is empty", remedy="Write a request per line.")
+    endpoint = endpoint or _endpoint_of(source)
+    _require_accepted(endpoint, window, metadata)
     with _connect(url, api_key) as client:
+        client.list(1)
         with progress("uploading", quiet=as_json):
             file = client.upload(source)
-        batch = client.create(file.id, endpoint or _endpoint_of(source), window, metadata)
+        batch = client.create(file.id, endpoint, window, metadata)
         if wait_for_it:
             batch = _wait(client, batch.id, quiet=as_json)
     _show(batch, as_json=as_json)
@@ -382,6 +395,19 @@ def _pair(text: str) -> tuple[str, str]:
     if not is_there or not name:
         raise ConfigError(f"{text!r} is not name=value", remedy="For example --label team=search.")
     return name, value
+
+
+def _require_accepted(endpoint: str, window: str, metadata: dict[str, str]) -> None:
+    """Check what the service checks of a batch beside its file."""
+    from aqua_batch.service.refusals import BatchApiError
+    from aqua_batch.service.wire import batch_params
+
+    given = {"endpoint": endpoint, "completion_window": window, "metadata": metadata}
+    try:
+        batch_params({"input_file_id": "not known yet", **given})
+    except BatchApiError as error:
+        field = (error.param or "").partition(".")[0]
+        raise ConfigError(error.message, remedy=f"Correct {OPTIONS[field]}.") from error
 
 
 def _endpoint_of(source: Path) -> str:

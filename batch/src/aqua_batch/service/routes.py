@@ -38,13 +38,13 @@ from aqua_batch.service.rows.quotas import RequestRates, require_open_room, requ
 from aqua_batch.service.settings import BatchSettings
 from aqua_batch.service.upkeep import Upkeep
 from aqua_batch.service.wire import (
-    ENDPOINTS,
     BatchObject,
     BatchParams,
     ExpiresAfter,
     FileDeletion,
     FileObject,
     ObjectPage,
+    batch_params,
     window_s,
 )
 from aqua_protocol.batches import BatchSummary
@@ -292,12 +292,6 @@ async def delete_file(file_id: str, services: ServicesDep, tenant: Tenant) -> Fi
 async def create_batch(request: Request, services: ServicesDep, tenant: Tenant) -> BatchObject:
     """Create a batch of a file's requests; it runs by itself from here on."""
     params = await _batch_params(request)
-    if params.endpoint not in ENDPOINTS:
-        raise NotServedError(
-            f"batches of {params.endpoint[:64]} are not served; "
-            f"'endpoint' must be one of {', '.join(ENDPOINTS)}",
-            param="endpoint",
-        )
     now_s = int(time.time())
 
     def create(connection: Any) -> batch_rows.BatchJob:  # noqa: ANN401 - a connection
@@ -333,12 +327,10 @@ async def _batch_params(request: Request) -> BatchParams:
         if len(body) > LONGEST_BODY_BYTES:
             raise UploadTooLargeError(f"the body is larger than {LONGEST_BODY_BYTES} bytes")
     try:
-        return BatchParams.model_validate(json.loads(body))
-    except ValidationError as error:
-        message, param = problem_of(error)
-        raise BatchApiError(message, param=param or None) from error
+        sent = json.loads(body)
     except ValueError as error:
         raise BatchApiError("the body is not JSON") from error
+    return batch_params(sent)
 
 
 @batches.get("")

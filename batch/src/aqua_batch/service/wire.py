@@ -8,7 +8,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from aqua_batch.bodies import problem_of
+from aqua_batch.service.refusals import BatchApiError, NotServedError
 
 ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 """What the requests of a batch may ask for."""
@@ -66,6 +69,27 @@ class BatchParams(BaseModel):
     ]
     metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
     output_expires_after: ExpiresAfter | None = None
+
+
+def batch_params(body: Any) -> BatchParams:  # noqa: ANN401 - JSON, not yet checked
+    """Check the body of a batch to be created, as far as that needs no file.
+
+    Raises:
+        BatchApiError: It does not fit; names the field.
+        NotServedError: Requests of its endpoint are not served.
+    """
+    try:
+        params = BatchParams.model_validate(body)
+    except ValidationError as error:
+        message, param = problem_of(error)
+        raise BatchApiError(message, param=param or None) from error
+    if params.endpoint not in ENDPOINTS:
+        raise NotServedError(
+            f"batches of {params.endpoint} are not served; "
+            f"'endpoint' must be one of {', '.join(ENDPOINTS)}",
+            param="endpoint",
+        )
+    return params
 
 
 class FileObject(BaseModel):
