@@ -3,49 +3,25 @@
 from __future__ import annotations
 
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, select
 
 from aqua_batch.service.files.objects import MissingObjectError, ObjectStore
 from aqua_batch.service.files.results import ResultWriter
-from aqua_batch.service.rows.batch_rows import BatchJob, BatchStatus, claim_batch, create_batch
 from aqua_batch.service.rows.database import Database
-from aqua_batch.service.rows.request_rows import RequestState, add_worker
-from aqua_batch.service.rows.schema import BATCHES, FILES, OUTCOMES, REQUESTS
+from aqua_batch.service.rows.file_rows import FileState
+from aqua_batch.service.rows.request_rows import add_worker
+from aqua_batch.service.rows.schema import FILES
+from harness.output_writer import add_ended_batch, claim
 
 
 def fill(connection: Connection) -> None:
-    """A batch of one request, which has ended."""
-    batch = create_batch(
-        connection,
-        tenant="t",
-        endpoint="/v1/completions",
-        completion_window="24h",
-        input_file_id="f",
-        input_key="k",
-        created_s=0,
-        expires_s=10,
-        labels={},
-    )
-    ended = {"status": BatchStatus.FINALIZING, "total": 1, "completed": 1}
-    connection.execute(update(BATCHES).values(ended))
-    key = {"batch": batch.seq, "line": 1}
-    request = {"custom_id": "r", "start": 0, "size": 1, "rank": 1, "state": RequestState.ENDED}
-    request |= {"generation": 1, "attempts": 0, "not_before_s": 0.0}
-    connection.execute(insert(REQUESTS).values(**key, **request))
-    outcome = {"generation": 1, "is_answer": True, "record": b"the answer"}
-    connection.execute(insert(OUTCOMES).values(**key, **outcome))
+    """A batch that has ended, and two workers."""
+    add_ended_batch(connection)
     add_worker(connection, "slow", until_s=1.0)
     add_worker(connection, "next", until_s=100.0)
-
-
-async def claim(database: Database, worker: str, now_s: float) -> BatchJob:
-    claimed = await database.write(partial(claim_batch, worker=worker, now_s=now_s))
-    assert claimed is not None
-    return claimed
 
 
 async def test_a_late_writer_leaves_the_output_of_the_next_alone(tmp_path: Path) -> None:
@@ -56,7 +32,8 @@ async def test_a_late_writer_leaves_the_output_of_the_next_alone(tmp_path: Path)
         following = await claim(database, "next", now_s=2.0)
         for batch in (following, slow):
             await ResultWriter(batch, objects, 100).write(database, lambda: 3.0)
-        (key,) = await database.read(lambda each: each.scalars(select(FILES.c.object_key)).all())
+        stored = select(FILES.c.object_key).where(FILES.c.state == FileState.STORED)
+        (key,) = await database.read(lambda each: each.scalars(stored).all())
         with objects.open(key) as file:
             assert file.read() == b"the answer\n"
 

@@ -194,7 +194,7 @@ async def upload_file(request: Request, services: ServicesDep, tenant: Tenant) -
 
         stored = await database.write(end)
     except BaseException:
-        await database.write(partial(file_rows.give_up_upload, file_id=file_id))
+        await database.write(partial(file_rows.give_up, file_ids=[file_id]))
         raise
     return stored.view()
 

@@ -108,8 +108,8 @@ class Upkeep:
     async def _advance(self, batch: BatchJob) -> None:
         if batch.status != BatchStatus.VALIDATING:
             writer = ResultWriter(batch, self._objects, self._output_ttl_s)
-            await writer.write(self._database, self._now_s)
-            log.info("batch ended", batch=batch.batch_id, status=batch.ending)
+            if await writer.write(self._database, self._now_s):
+                log.info("batch ended", batch=batch.batch_id, status=batch.ending)
             return
         reader = InputReader(batch, self._objects, self._max_requests)
         try:

@@ -1,10 +1,11 @@
 """Writes the output and error files of a batch from its rows.
 
-The files are written first, under keys that name the generation of the batch, and then become rows
-in the transaction that ends the batch: a worker that dies before leaves bytes that no row names,
-which the next one deletes. One that was thought dead deletes no file of a later generation, which
-a row may name. Lines come in order of the input. A request that was withdrawn says so
-in the error file, as OpenAI's does.
+The files are rows before they are bytes, under keys that name the generation of the batch, and are
+stored in the transaction that ends the batch. A worker that dies before leaves bytes which the next
+one deletes; what one leaves that was only thought dead, and is killed after the next one's end, its
+rows name (`file_rows`). One that was thought dead begins no file any more, and deletes none of a
+later generation, which may be stored. Lines come in order of the input. A request that was
+withdrawn says so in the error file, as OpenAI's does.
 
 Source: OpenAI Batch API, "Retrieving the results", "Batch expiration".
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, Any, Final
 
@@ -24,7 +25,13 @@ from sqlalchemy import Connection, and_, select
 from aqua_batch.service.files.objects import ObjectStore
 from aqua_batch.service.rows.batch_rows import BatchJob, BatchStatus, end_batch, holds
 from aqua_batch.service.rows.database import Database
-from aqua_batch.service.rows.file_rows import FileState, add_file, new_file_id
+from aqua_batch.service.rows.file_rows import (
+    add_file,
+    end_upload,
+    give_up,
+    new_file_id,
+    output_folder,
+)
 from aqua_batch.service.rows.request_rows import RequestState
 from aqua_batch.service.rows.schema import OUTCOMES, REQUESTS
 
@@ -49,6 +56,7 @@ class _ResultFile:
 
     key: str
     name: str
+    file_id: str = field(default_factory=new_file_id)
     size_bytes: int = 0
 
 
@@ -65,16 +73,30 @@ class ResultWriter:
         self._objects = objects
         self._ttl_s = batch.output_ttl_s or default_ttl_s
         self._folder = f"outputs/{batch.batch_id}"
-        here = f"{self._folder}/{batch.generation}"
+        here = output_folder(batch.batch_id, batch.generation)
         self._files = {
             is_answer: _ResultFile(f"{here}/{name}.jsonl", f"{batch.batch_id}_{name}.jsonl")
             for is_answer, name in ((True, "output"), (False, "error"))
         }
 
-    async def write(self, database: Database, now_s: Callable[[], float]) -> None:
-        """Bring the batch to its last status, unless another worker has claimed it meanwhile."""
+    async def write(self, database: Database, now_s: Callable[[], float]) -> bool:
+        """Bring the batch to its last status, unless another worker has claimed it meanwhile.
+
+        Returns:
+            Whether it did.
+        """
         of_dead = partial(self._objects.delete_generations, before=self._batch.generation)
         await asyncio.to_thread(of_dead, self._folder)
+        if not await database.write(lambda connection: self._begin(connection, now_s())):
+            return False
+        try:
+            await self._fill(database)
+        except BaseException:
+            await database.write(self._give_up)
+            raise
+        return await database.write(lambda connection: self._end(connection, now_s()))
+
+    async def _fill(self, database: Database) -> None:
         with ExitStack() as stack:
             create = self._objects.create
             opened = {
@@ -85,10 +107,7 @@ class ResultWriter:
             while rows := await database.read(partial(self._rows, after=after)):
                 await asyncio.to_thread(self._append, opened, rows)
                 after = rows[-1][0]
-            await asyncio.to_thread(stack.close)  # On disk before a row names them.
-        if not await database.write(lambda connection: self._end(connection, now_s())):
-            for each in self._files.values():
-                await asyncio.to_thread(self._objects.delete, each.key)
+            await asyncio.to_thread(stack.close)  # On disk before they are stored.
 
     def _rows(self, connection: Connection, after: int) -> list[tuple[Any, ...]]:
         """Line, id, state, and outcome if there is one; whole lines only."""
@@ -133,31 +152,39 @@ class ResultWriter:
                 assert record is not None, f"line {line} has ended without an outcome"
                 yield is_answer, bytes(record)
 
-    def _end(self, connection: Connection, now_s: float) -> bool:
+    def _begin(self, connection: Connection, now_s: float) -> bool:
         if not holds(connection, self._batch):
             return False
-        ids: dict[bool, str | None] = {True: None, False: None}
-        for is_answer, each in self._files.items():
-            if each.size_bytes == 0:
-                continue
-            ids[is_answer] = new_file_id()
-            add_file(
-                connection,
-                file_id=ids[is_answer],
-                tenant=self._batch.tenant,
-                filename=each.name,
-                purpose="batch_output",
-                size_bytes=each.size_bytes,
-                created_s=int(now_s),
-                expires_s=int(now_s) + self._ttl_s,
-                object_key=each.key,
-                state=FileState.STORED,
-            )
-        end_batch(
-            connection,
-            self._batch,
-            output_file_id=ids[True],
-            error_file_id=ids[False],
-            now_s=now_s,
-        )
+        for each in self._files.values():
+            add_file(connection, each.file_id, self._batch.tenant, each.key, now_s)
         return True
+
+    def _end(self, connection: Connection, now_s: float) -> bool:
+        is_held = holds(connection, self._batch)
+        if is_held:
+            ids: dict[bool, str | None] = {True: None, False: None}
+            for is_answer, each in self._files.items():
+                if each.size_bytes == 0:
+                    continue
+                end_upload(
+                    connection,
+                    each.file_id,
+                    filename=each.name,
+                    purpose="batch_output",
+                    size_bytes=each.size_bytes,
+                    created_s=int(now_s),
+                    expires_s=int(now_s) + self._ttl_s,
+                )
+                ids[is_answer] = each.file_id
+            end_batch(
+                connection,
+                self._batch,
+                output_file_id=ids[True],
+                error_file_id=ids[False],
+                now_s=now_s,
+            )
+        self._give_up(connection)  # What is empty, or late.
+        return is_held
+
+    def _give_up(self, connection: Connection) -> None:
+        give_up(connection, [each.file_id for each in self._files.values()])

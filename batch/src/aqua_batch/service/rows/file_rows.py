@@ -2,7 +2,11 @@
 
 A file is *uploading* until all its bytes are safe, then *stored*; what is to go is *deleting* until
 its bytes are gone. Only stored files are seen. So a death at any moment leaves a row that says what
-is left to do: `doomed` finds those of uploads that ended without a word, too.
+is left to do: `doomed_files` finds those of uploads that ended without a word, too.
+
+An output is *uploading* while a worker writes it. Such a row stays for a day even where another
+worker has claimed the batch meanwhile: the first may be late rather than dead, and write on. That
+of the worker that has the batch stays however old it looks: clocks differ.
 """
 
 from __future__ import annotations
@@ -13,15 +17,29 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from sqlalchemy import Connection, and_, delete, exists, insert, or_, select, update
+from sqlalchemy import (
+    Connection,
+    Exists,
+    String,
+    and_,
+    cast,
+    delete,
+    exists,
+    func,
+    insert,
+    literal,
+    or_,
+    select,
+    update,
+)
 
 from aqua_batch.service.refusals import BatchApiError, NoSuchObjectError
 from aqua_batch.service.rows.schema import BATCHES, FILES
 from aqua_batch.service.wire import FileObject
 
 UPLOAD_S: Final = 86_400
-"""Seconds after which an upload that has not ended is given up: its client or its server died.
-Doubled, its part of a file lies around for two days."""
+"""Seconds after which an upload or output that has not ended is given up: its client or its server
+died. Doubled, its part of a file lies around for two days."""
 DOOMED_AT_ONCE: Final = 100
 """Files that one sweep deletes. Doubled, a sweep takes twice as long before batches go on."""
 
@@ -70,24 +88,32 @@ def begin_upload(connection: Connection, tenant: str, now_s: float) -> tuple[str
     """Note that a file is being uploaded; its id and the key of its bytes."""
     file_id = new_file_id()
     key = f"inputs/{file_id}"
-    add_file(
-        connection,
-        file_id=file_id,
-        tenant=tenant,
-        filename="",
-        purpose="",
-        size_bytes=0,
-        created_s=int(now_s),
-        expires_s=None,
-        object_key=key,
-        state=FileState.UPLOADING,
-    )
+    add_file(connection, file_id, tenant, key, now_s)
     return file_id, key
 
 
-def add_file(connection: Connection, **values: Any) -> None:  # noqa: ANN401 - columns
-    """Add a row; its bytes are safe already, or the row says that they are not."""
-    connection.execute(insert(FILES).values(values))
+def output_folder(batch_id: str, generation: int) -> str:
+    """Where a worker that has claimed a batch writes its outputs."""
+    return f"outputs/{batch_id}/{generation}"
+
+
+def add_file(
+    connection: Connection, file_id: str, tenant: str, object_key: str, now_s: float
+) -> None:
+    """Note that the bytes of a file may be there from now on, and are not safe yet."""
+    connection.execute(
+        insert(FILES).values(
+            file_id=file_id,
+            tenant=tenant,
+            filename="",
+            purpose="",
+            size_bytes=0,
+            created_s=int(now_s),
+            expires_s=None,
+            object_key=object_key,
+            state=FileState.UPLOADING,
+        )
+    )
 
 
 def end_upload(connection: Connection, file_id: str, **values: Any) -> StoredFile:  # noqa: ANN401 - columns
@@ -107,10 +133,12 @@ def end_upload(connection: Connection, file_id: str, **values: Any) -> StoredFil
     return StoredFile(**row)
 
 
-def give_up_upload(connection: Connection, file_id: str) -> None:
-    """Forget an upload that failed, and whose bytes are gone."""
+def give_up(connection: Connection, file_ids: Sequence[str]) -> None:
+    """Let the sweep delete files that are no longer written, unless they are stored after all."""
     connection.execute(
-        delete(FILES).where(FILES.c.file_id == file_id, FILES.c.state == FileState.UPLOADING)
+        update(FILES)
+        .where(FILES.c.file_id.in_(file_ids), FILES.c.state == FileState.UPLOADING)
+        .values(state=FileState.DELETING)
     )
 
 
@@ -192,9 +220,11 @@ def doom_file(connection: Connection, tenant: str, file_id: str, now_s: float) -
 
 
 def doomed_files(connection: Connection, now_s: float) -> list[StoredFile]:
-    """Some files whose bytes are to go: deleted, expired, or never uploaded to their end.
+    """Some files whose bytes are to go: deleted, expired, or never written to their end.
 
-    The input of a batch that has not ended does not expire.
+    The input of a batch that has not ended does not expire, and an output is not given up while the
+    batch has the generation that it is written under: the transaction that ends the batch then may
+    still store it.
     """
     is_read = exists().where(
         BATCHES.c.input_file_id == FILES.c.file_id, BATCHES.c.ended_s.is_(None)
@@ -205,12 +235,24 @@ def doomed_files(connection: Connection, now_s: float) -> list[StoredFile]:
             or_(
                 FILES.c.state == FileState.DELETING,
                 and_(FILES.c.expires_s <= now_s, ~is_read),
-                and_(FILES.c.state == FileState.UPLOADING, FILES.c.created_s < now_s - UPLOAD_S),
+                and_(
+                    FILES.c.state == FileState.UPLOADING,
+                    FILES.c.created_s < now_s - UPLOAD_S,
+                    ~_can_be_stored(),
+                ),
             )
         )
         .limit(DOOMED_AT_ONCE)
     )
     return [StoredFile(**row) for row in connection.execute(query).mappings()]
+
+
+def _can_be_stored() -> Exists:
+    """Whether a file is an output of a batch as it is claimed now; `output_folder` in SQL."""
+    generation = cast(BATCHES.c.generation, String)
+    folder = literal("outputs/") + BATCHES.c.batch_id + "/" + generation + "/"
+    is_below = func.substr(FILES.c.object_key, 1, func.length(folder)) == folder
+    return exists().where(BATCHES.c.ended_s.is_(None), is_below)
 
 
 def drop_files(connection: Connection, files: Sequence[StoredFile]) -> None:
