@@ -65,6 +65,11 @@ class BatchView:
     retracted: Requests = field(default_factory=lambda: NO_REQUESTS)
     refused: Requests = field(default_factory=lambda: NO_REQUESTS)
 
+    @property
+    def has_events(self) -> bool:
+        """Whether a request finished, was thrown out or was refused since the last call."""
+        return bool(len(self.finished) or len(self.retracted) or len(self.refused))
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:

@@ -92,8 +92,9 @@ class OrderedAdmission:
         if self._retry:
             # One at a time: they were handed back because memory is short.
             request = self._retry[0]
-            if running and (self._reserved[request] > room or len(view.refused)):
-                return StepPlan(self._nothing, self._budget)
+            is_full = bool(self._reserved[request] > room)
+            if running and (is_full or len(view.refused)):
+                return StepPlan(self._nothing, self._budget, until_event=is_full)
             del self._retry[0]
             self._held += int(self._reserved[request])
             return StepPlan(np.array([request], np.int32), self._budget)
@@ -103,9 +104,14 @@ class OrderedAdmission:
         )
         if count == 0 and running == 0 and self._next < len(self._order):
             self._out[0], count = self._order[self._next], 1
+        if count == 0:
+            # Only what ends makes room for the next; a step that is full is so for this step alone.
+            is_over = self._next == len(self._order)
+            is_full = is_over or bool(self._reserved[self._order[self._next]] > room)
+            return StepPlan(self._nothing, self._budget, until_event=is_full)
         admitted = self._out[:count].copy()
         self._next += count
-        self._held += int(self._reserved[admitted].sum()) if count else 0
+        self._held += int(self._reserved[admitted].sum())
         return StepPlan(admitted, self._budget)
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from aqua_simulator.offline.policies import OfflinePolicy
+from aqua_schedulers.admission import AdmissionPolicy, BatchView, StepPlan
+from aqua_simulator.offline.engine import OfflineResult
+from aqua_simulator.offline.policies import OfflinePolicy, policy_for
 from aqua_simulator.papers import blendserve, blendserve_figures
 from aqua_simulator.papers.blendserve import TRACES, Experiments, Trace, gain, grid
 from aqua_simulator.papers.figures import FIGURES, published_figures, reproduce
 from aqua_simulator.papers.report import FigureRow, FittedConstant, Reproduction, page
-from aqua_simulator.workloads.sources import BURSTGPT, WILDCHAT
+from aqua_simulator.workloads.sources import AZURE, BURSTGPT, WILDCHAT
 
 pytestmark = pytest.mark.slow
 
@@ -224,6 +228,46 @@ def test_a_grid_has_both_policies_and_counts_blends_that_do_not_exist(
     assert {"blendserve, least gain", "foresight, greatest gain"} < set(rows)
     assert rows["blendserve, mean gain over DFS"].moved
     assert any("1 blends do not exist" in remark for remark in made.remarks)
+
+
+class EachStep:
+    """A policy that is asked at each step, whatever it may leave out."""
+
+    calls = 0
+
+    def __init__(self, policy: AdmissionPolicy) -> None:
+        self.policy = policy
+
+    def plan(self, view: BatchView) -> StepPlan:
+        EachStep.calls += 1
+        return replace(self.policy.plan(view), until_event=False)
+
+
+def test_a_grid_is_the_same_bit_by_bit_where_a_policy_is_asked_at_each_step(
+    experiments: Experiments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with memory so short, and lengths so unknown, that requests are thrown out."""
+    plan = experiments.plan
+    short = replace(plan, capacity_tokens=plan.capacity_tokens // 3, media_known=False)
+    wanted = [
+        (trace, policy, settings)
+        for trace, settings in ((grid(WILDCHAT)[30], plan), (grid(AZURE)[0], short))
+        for policy in (OfflinePolicy.DFS, OfflinePolicy.PAPER, OfflinePolicy.FORESIGHT)
+    ]
+
+    def runs() -> list[OfflineResult]:
+        fresh = Experiments(request_count=1000)
+        return [fresh.run(*each[:2], settings=each[2]).result for each in wanted]
+
+    ours = runs()
+    monkeypatch.setattr(blendserve, "policy_for", lambda *given: EachStep(policy_for(*given)))
+    stepwise = runs()
+    assert EachStep.calls == sum(each.end.step for each in ours)
+    for one, other in zip(ours, stepwise, strict=True):
+        assert one.end == other.end
+        np.testing.assert_array_equal(one.finish_s, other.finish_s)
+        np.testing.assert_array_equal(one.usage, other.usage)
+    assert any(each.end.retraction_count for each in ours)
 
 
 def test_blending_beats_depth_first_order_on_a_small_trace_and_is_run_once() -> None:

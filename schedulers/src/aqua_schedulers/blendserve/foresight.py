@@ -133,15 +133,24 @@ class ForesightBlend:
         self._learner = LengthLearner(lengths)
         self._timeline = empty_timeline(float(min(capacity_tokens, lengths.mean.max() * 1.5)))
 
-    def plan(self, view: BatchView) -> StepPlan:
-        """Fill memory from the right, fill the step from the left."""
-        if len(view.finished) or len(view.retracted) or len(view.refused):
+    @property
+    def compiled_state(self) -> tuple[DualScanner, ForesightState, Timeline]:
+        """What `plan_foresight` takes first; another one after `settle`."""
+        return self._scanner, self._state, self._timeline
+
+    def settle(self, view: BatchView) -> None:
+        """Book what happened since the last step was planned, and learn from it."""
+        if view.has_events:
             returned = np.concatenate([view.retracted, view.refused])
             look = len(view.finished) > 0 and self._observe(view)
             settle_state(self._scanner, self._state, view.finished, returned)
             if look:
                 self._correct(view.step_index)
-        admitted_count, token_budget = _plan(
+
+    def plan(self, view: BatchView) -> StepPlan:
+        """Fill memory from the right, fill the step from the left."""
+        self.settle(view)
+        admitted_count, token_budget = plan_foresight(
             self._scanner,
             self._state,
             self._timeline,
@@ -338,7 +347,7 @@ def _next_for_step(
 
 
 @compiled
-def _plan(  # noqa: PLR0913, PLR0917 - the counters of a `BatchView`
+def plan_foresight(  # noqa: PLR0913, PLR0917 - the counters of a `BatchView`
     scanner: DualScanner,
     state: ForesightState,
     timeline: Timeline,

@@ -19,8 +19,10 @@ Source: BlendServe sections 3.4, 4 and 5.3.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -38,7 +40,7 @@ from aqua_schedulers.blendserve.dual_scanner import (
     settle,
     take,
 )
-from aqua_schedulers.compiled import compiled
+from aqua_schedulers.compiled import compiled, compiled_part, record
 
 if TYPE_CHECKING:
     from aqua_schedulers.blendserve.preparation import PreparedPool
@@ -73,6 +75,39 @@ one, and Figure 6's sensitivity shows what others do: about 2.5 points of gain f
 tokens."""
 
 
+@dataclass(slots=True)
+class Pace:
+    """What a step's budget follows from.
+
+    Attributes:
+        target: rho(root).
+        tokens_per_kv_token: Tokens whose compute is `target` times the reading of one.
+        least_read_tokens: What an engine with a least batch reads at least, as far as pacing goes.
+        rounding: Tokens that rounding owes the next steps; what it took is negative.
+    """
+
+    target: float
+    tokens_per_kv_token: float
+    least_read_tokens: int
+    max_step_tokens: int
+    rounding: float = 0.0
+
+
+class PaperState(NamedTuple):
+    """All that the policy knows, as compiled code takes it; arrays are changed in place.
+
+    Attributes:
+        fresh: Prompt tokens that no earlier request of the order computes.
+        admitted: What the last planned step admits, as many as `plan_paper` said.
+        pace: One record.
+    """
+
+    scanner: DualScanner
+    fresh: Int64[np.ndarray, " requests"]
+    admitted: Int32[np.ndarray, " max_admitted"]
+    pace: Sequence[Pace]
+
+
 class PaperBlend:
     """The paper's policy over a pool of requests; no step is paced below `least_step_tokens`.
 
@@ -87,46 +122,43 @@ class PaperBlend:
         least_step_tokens: int = DENSE_TOKENS,
     ) -> None:
         cost, target = prepared.cost, prepared.order.root_density
-        self._scanner = open_scanner(prepared.order, prepared.reserved_tokens)
-        self._fresh = prepared.fresh_tokens
-        self._target = target
-        self._tokens_per_kv_token = target * cost.decode_s_per_kv_token / cost.linear_s_per_token
-        # An engine with a least batch reads, as far as pacing goes, what this batch would hide.
         hidden = target * cost.decode_s_per_kv_token
-        self._least_read_tokens = int(least_step_tokens * cost.linear_s_per_token / hidden)
-        self._max_step_tokens = max_step_tokens
-        self._rounding = 0.0
-        self._out = np.empty(MAX_ADMITTED, np.int32)
+        pace = Pace(
+            target=target,
+            tokens_per_kv_token=hidden / cost.linear_s_per_token,
+            # An engine with a least batch reads, as far as pacing goes, what this batch would hide.
+            least_read_tokens=int(least_step_tokens * cost.linear_s_per_token / hidden),
+            max_step_tokens=max_step_tokens,
+        )
+        self.state = PaperState(
+            open_scanner(prepared.order, prepared.reserved_tokens),
+            prepared.fresh_tokens,
+            np.empty(MAX_ADMITTED, np.int32),
+            record(pace),
+        )
 
     @property
     def reserved_tokens(self) -> int:
         """KV tokens of the running requests at their expected peaks."""
-        return int(sum(end.reserved_tokens for end in self._scanner.ends))
+        return int(sum(end.reserved_tokens for end in self.state.scanner.ends))
+
+    def settle(self, view: BatchView) -> None:
+        """Book what happened since the last step was planned."""
+        if view.has_events:
+            returned = np.concatenate([view.retracted, view.refused])
+            settle(self.state.scanner, view.finished, returned)
 
     def plan(self, view: BatchView) -> StepPlan:
         """Admit from both ends within their memory, and pace the step."""
-        settle(self._scanner, view.finished, np.concatenate([view.retracted, view.refused]))
-        read = max(view.logical_kv_tokens, self._least_read_tokens)
-        budget = self._budget(read + view.decoding_count)
-        count = _scan(
-            self._scanner,
-            self._fresh,
-            self._target,
-            view.capacity_tokens,
+        self.settle(view)
+        count, budget = plan_paper(
+            self.state,
+            view.decoding_count,
             view.pending_prefill_tokens,
-            max(0, budget - view.decoding_count),
-            self._out,
+            view.logical_kv_tokens,
+            view.capacity_tokens,
         )
-        return StepPlan(self._out[:count].copy(), budget)
-
-    def _budget(self, read_tokens: int) -> int:
-        """Tokens whose compute is rho(root) times the time to read the context."""
-        wanted = self._tokens_per_kv_token * read_tokens + self._rounding
-        multiples = max(1, round(wanted / BATCH_MULTIPLE))
-        # What rounding gave or took is settled in the next steps, at most one multiple of it.
-        self._rounding = min(float(BATCH_MULTIPLE), wanted - multiples * BATCH_MULTIPLE)
-        self._rounding = max(-float(BATCH_MULTIPLE), self._rounding)
-        return min(self._max_step_tokens, multiples * BATCH_MULTIPLE)
+        return StepPlan(self.state.admitted[:count].copy(), budget)
 
 
 @compiled
@@ -147,20 +179,40 @@ def left_share(left_density: float, right_density: float, target_density: float)
 
 
 @compiled
-def _scan(
-    scanner: DualScanner,
-    fresh: Int64[np.ndarray, " requests"],
-    target: float,
+def plan_paper(
+    state: PaperState,
+    decoding_count: int,
+    pending_tokens: int,
+    logical_kv_tokens: int,
     capacity: int,
-    pending: int,
-    prefill_budget: int,
-    out: Int32[np.ndarray, " max_admitted"],
-) -> int:
-    """Fill both partitions; returns the number of requests written to `out`.
+) -> tuple[int, int]:
+    """Decide the step; returns how many of `state.admitted` to admit, and the token budget."""
+    pace = state.pace[0]
+    read = max(logical_kv_tokens, pace.least_read_tokens)
+    budget = _budget(pace, read + decoding_count)
+    count = _scan(state, capacity, pending_tokens, max(0, budget - decoding_count))
+    return count, budget
+
+
+@compiled_part
+def _budget(pace: Pace, read_tokens: int) -> int:
+    """Tokens whose compute is rho(root) times the time to read the context."""
+    wanted = pace.tokens_per_kv_token * read_tokens + pace.rounding
+    multiples = max(1, round(wanted / BATCH_MULTIPLE))
+    # What rounding gave or took is settled in the next steps, at most one multiple of it.
+    rounding = min(float(BATCH_MULTIPLE), wanted - multiples * BATCH_MULTIPLE)
+    pace.rounding = max(-float(BATCH_MULTIPLE), rounding)
+    return int(min(pace.max_step_tokens, multiples * BATCH_MULTIPLE))
+
+
+@compiled_part
+def _scan(state: PaperState, capacity: int, pending: int, prefill_budget: int) -> int:
+    """Fill both partitions; returns the number of requests written to `state.admitted`.
 
     The left end also stops when the prompts waiting fill the step: what is admitted later shares
     the prefixes of what is admitted now, and holds no memory meanwhile.
     """
+    scanner, out, target = state.scanner, state.admitted, state.pace[0].target
     left, right = scanner.ends[LEFT], scanner.ends[RIGHT]
     count = 0
     side = RIGHT
@@ -183,5 +235,5 @@ def _scan(
         take(scanner, request, side)
         out[count] = request
         count += 1
-        pending += fresh[request]
+        pending += state.fresh[request]
     return count

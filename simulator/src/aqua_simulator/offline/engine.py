@@ -17,6 +17,7 @@ from jaxtyping import Float64, Shaped
 from aqua_protocol.errors import CapacityError, ConfigError
 from aqua_schedulers.admission import NO_REQUESTS, AdmissionPolicy, BatchView
 from aqua_schedulers.compiled import snapshot
+from aqua_simulator.offline.compiled_steps import steps_of
 from aqua_simulator.offline.cost import StepCost
 from aqua_simulator.offline.kernel import advance
 from aqua_simulator.offline.state import Counters, fresh_state, handle
@@ -127,16 +128,20 @@ def run(
         )
     state = fresh_state(workload, capacity_tokens)
     engine = handle(state)
+    steps = None if clock else steps_of(policy, engine, cost, usage_stride)
     view = BatchView(capacity_tokens)
     policy_s: list[float] = []
     left = workload.request_count
     while left:
-        started = clock() if clock else 0.0
-        plan = policy.plan(view)
-        if clock:
-            policy_s.append(clock() - started)
-        admit = np.asarray(plan.admit, dtype=np.int32)
-        advance(engine, admit, plan.token_budget, plan.until_event, cost, usage_stride)
+        if steps is not None:
+            admit = steps(view)
+        else:
+            started = clock() if clock else 0.0
+            plan = policy.plan(view)
+            if clock:
+                policy_s.append(clock() - started)
+            admit = np.asarray(plan.admit, dtype=np.int32)
+            advance(engine, admit, plan.token_budget, plan.until_event, cost, usage_stride)
         after = snapshot(Counters, state.counters)
         left = workload.request_count - after.done_count
         if after.is_stuck:

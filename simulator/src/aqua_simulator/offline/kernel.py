@@ -259,6 +259,45 @@ def _step(state: EngineState, budget: int, cost: StepCost, usage_stride: int) ->
     _finish_due(state)
 
 
+@compiled_part
+def _admit_in_turn(state: EngineState, admit: Int32[np.ndarray, " admit"]) -> bool:
+    """Admit from the front until one is refused; False, and stuck, if then nothing runs."""
+    count = state.counters[0]
+    count.finished_count = 0
+    count.retracted_count = 0
+    count.admitted_count = 0
+    for request in admit:
+        assert state.status[request] == POOLED
+        if not _admit(state, request):
+            break
+        count.admitted_count += 1
+    if count.decoding_count + count.prefilling_count == 0:
+        count.is_stuck = 1
+        return False
+    return True
+
+
+@compiled_part
+def take_step(
+    state: EngineState,
+    admit: Int32[np.ndarray, " admit"],
+    budget: int,
+    cost: StepCost,
+    usage_stride: int,
+) -> bool:
+    """Admit from the front of `admit`, and take one step; whether a policy needs to hear of it.
+
+    It need not where all of `admit` were admitted, none ended and none was thrown out.
+    """
+    if not _admit_in_turn(state, admit):
+        return True
+    count = state.counters[0]
+    _step(state, budget, cost, usage_stride)
+    count.used_tokens = count.held_tokens + state.cache.totals[0].used_tokens
+    happened = count.finished_count + count.retracted_count > 0
+    return bool(happened or count.admitted_count < len(admit))
+
+
 @compiled
 def advance(
     state: EngineState,
@@ -273,18 +312,9 @@ def advance(
     The engine is stuck if nothing runs although the first of `admit` was refused or there was none:
     the policy waits for an event that cannot come.
     """
-    count = state.counters[0]
-    count.finished_count = 0
-    count.retracted_count = 0
-    count.admitted_count = 0
-    for request in admit:
-        assert state.status[request] == POOLED
-        if not _admit(state, request):
-            break
-        count.admitted_count += 1
-    if count.decoding_count + count.prefilling_count == 0:
-        count.is_stuck = 1
+    if not _admit_in_turn(state, admit):
         return
+    count = state.counters[0]
     had_prefill = count.prefilling_count > 0
     while True:
         _step(state, budget, cost, usage_stride)
