@@ -4,6 +4,7 @@ Two models on A100s with step times of their own, which the recording shows only
 `chat` is busy in some parts of the day and idle in others, `docs` has long prompts and little
 memory. The engine that makes the day is the simulator's, with the planted step times; what is
 planted beyond them (idle time, spare memory, superfluous engines) follows from the load's shape.
+`planted_day` is one such day, `drawn_day` draws step times, rates and lengths by a seed.
 """
 
 from __future__ import annotations
@@ -21,12 +22,18 @@ from aqua_simulator.serving.engine import Engine, EngineSettings, serve_routed
 from aqua_simulator.serving.memory import PagedMemory
 from aqua_simulator.serving.request import Arrival, Served
 from aqua_simulator.timing.iteration import IterationTime, ScheduledBatch
+from aqua_simulator.whatif.members import RESERVE_SHARE
+from aqua_simulator.whatif.online import CALM_S
+from aqua_simulator.whatif.step_times import StepCoefficients
 
-STEP_S: Final = 0.031
-TOKEN_S: Final = 0.00021
-CONTEXT_S: Final = 3.1e-7
-FRONT_S: Final = 0.012
-"""Planted, and unlike the data sheet: about three times as slow."""
+PLANTED: Final = StepCoefficients(
+    step_s=0.031, token_s=0.00021, context_s=3.1e-7, pair_s=6e-9, front_s=0.012, is_fitted=True
+)
+"""Unlike the data sheet: about three times as slow."""
+
+CHAT_ENGINES: Final = 3
+CHAT_TOKENS: Final = 200_000
+DOCS_TOKENS: Final = 6_000
 
 CLUSTER: Final = """
 version: 1
@@ -41,18 +48,19 @@ gpu_hour: {A100-80GB: 2.0}
 """
 
 
-def planted_steps(speed: float = 1.0) -> IterationTime:
+def planted_steps(times: StepCoefficients) -> IterationTime:
     """The step times that the recording hides."""
 
     def attention(batch: ScheduledBatch) -> float:
-        return CONTEXT_S * batch.decode_context_tokens / speed
+        pairs = sum(chunk.tokens * (chunk.context + chunk.tokens / 2) for chunk in batch.chunks)
+        return times.context_s * batch.decode_context_tokens + times.pair_s * pairs
 
     return IterationTime(
         "planted",
-        lambda tokens: TOKEN_S * tokens / speed,
+        lambda tokens: times.token_s * tokens,
         attention,
         lambda _sampled: 0.0,
-        STEP_S / speed,
+        times.step_s,
     )
 
 
@@ -89,8 +97,10 @@ class PlantedDay:
         served: By model, as its users saw it.
         busy_s: Of all engines of a model.
         steps: Of all engines of a model: when each was planned, and its tokens.
+        times: What was planted.
     """
 
+    times: StepCoefficients
     span_s: float
     served: dict[str, list[Served]]
     busy_s: dict[str, float]
@@ -101,6 +111,12 @@ class PlantedDay:
         """Of the four GPUs."""
         return (4 * self.span_s - sum(self.busy_s.values())) / 3600.0
 
+    @property
+    def spare_gb_hours(self) -> float:
+        """What one of the chat engines, which never need a hundredth of theirs, may lend."""
+        gb = CHAT_TOKENS * DECODERS["Llama-3.1-8B"].kv_bytes_per_token / 1e9
+        return gb * (1.0 - RESERVE_SHARE) * (self.span_s - CALM_S) / 3600.0
+
 
 def planted_day(*, phase_s: float = 600.0, seed: int = 1) -> PlantedDay:
     """Four phases: quiet, chats, nothing but documents, chats."""
@@ -108,14 +124,39 @@ def planted_day(*, phase_s: float = 600.0, seed: int = 1) -> PlantedDay:
         "chat": arrivals_of((0.05, 0.8, 0.0, 0.5), phase_s, (50, 600), (10, 60), seed=seed),
         "docs": arrivals_of((0.1, 0.05, 0.3, 0.1), phase_s, (500, 3000), (50, 200), seed=seed + 1),
     }
+    return _served(loads, PLANTED, 4 * phase_s)
+
+
+def drawn_day(seed: int, *, phase_s: float) -> PlantedDay:
+    """Such a day with step times, order of phases, rates and lengths of its own."""
+    generator = np.random.default_rng([seed, 11])
+    times = replace(
+        PLANTED,
+        step_s=generator.uniform(0.018, 0.045),
+        token_s=generator.uniform(1e-4, 3e-4),
+        context_s=generator.uniform(1e-7, 5e-7),
+        pair_s=generator.uniform(2e-9, 1e-8),
+        front_s=generator.uniform(0.0, 0.03),
+    )
+    chats = generator.permutation((0.05, 0.8, 0.0, 0.5)) * generator.uniform(0.6, 1.2)
+    docs = generator.permutation((0.1, 0.05, 0.3, 0.1)) * generator.uniform(1.0, 1.3)
+    prompts, outputs = int(generator.uniform(200, 900)), int(generator.uniform(40, 100))
+    loads = {
+        "chat": arrivals_of(chats.tolist(), phase_s, (50, prompts), (10, outputs), seed=seed),
+        "docs": arrivals_of(docs.tolist(), phase_s, (500, 3000), (50, 200), seed=seed + 1),
+    }
+    return _served(loads, times, 4 * phase_s)
+
+
+def _served(loads: dict[str, list[Arrival]], times: StepCoefficients, span_s: float) -> PlantedDay:
     served: dict[str, list[Served]] = {}
     busy: dict[str, float] = {}
     steps: dict[str, list[tuple[float, int]]] = {}
     model = DECODERS["Llama-3.1-8B"]
-    for name, count, tokens in (("chat", 3, 200_000), ("docs", 1, 6_000)):
+    for name, count, tokens in (("chat", CHAT_ENGINES, CHAT_TOKENS), ("docs", 1, DOCS_TOKENS)):
         settings = EngineSettings(kv_bytes_per_token=model.kv_bytes_per_token)
         engines = [
-            Engine(f"{name}-{index}", settings, planted_steps(), PagedMemory(tokens // 16))
+            Engine(f"{name}-{index}", settings, planted_steps(times), PagedMemory(tokens // 16))
             for index in range(count)
         ]
         steps[name] = []
@@ -123,7 +164,7 @@ def planted_day(*, phase_s: float = 600.0, seed: int = 1) -> PlantedDay:
             engine.time_of = _logged(engine, steps[name])
         served[name] = serve_routed(engines, loads[name])
         busy[name] = sum(each.busy_s for each in engines)
-    return PlantedDay(4 * phase_s, served, busy, steps)
+    return PlantedDay(times, span_s, served, busy, steps)
 
 
 def _logged(engine: Engine, log: list[tuple[float, int]]) -> IterationTime:
@@ -155,8 +196,8 @@ def write_day(folder: Path, day: PlantedDay) -> tuple[Path, Path]:
                     name,
                     row.prompt_tokens,
                     row.output_tokens,
-                    f"{row.ttft_s + FRONT_S:.5f}",
-                    f"{row.completion_s + FRONT_S:.5f}",
+                    f"{row.ttft_s + day.times.front_s:.5f}",
+                    f"{row.completion_s + day.times.front_s:.5f}",
                 )
             )
     return cluster, trace
@@ -176,10 +217,10 @@ BOUNDS: Final = {
 def _samples(day: PlantedDay, name: str, metric: str) -> tuple[list[float], list[float]]:
     """When the engines of a model counted something, and what."""
     rows = day.served[name]
-    many = [row for row in rows if row.output_tokens > 1]
+    many, front_s = [row for row in rows if row.output_tokens > 1], day.times.front_s
     match metric:
         case "vllm:time_to_first_token_seconds":
-            return [row.first_token_s for row in rows], [row.ttft_s + FRONT_S for row in rows]
+            return [row.first_token_s for row in rows], [row.ttft_s + front_s for row in rows]
         case "vllm:request_prompt_tokens":
             return [row.last_token_s for row in rows], [float(row.prompt_tokens) for row in rows]
         case "vllm:request_generation_tokens":

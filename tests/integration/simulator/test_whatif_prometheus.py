@@ -15,13 +15,12 @@ import pytest
 
 from aqua_protocol.errors import ConfigError, UnavailableError
 from aqua_simulator.whatif.cluster import Cluster, read_cluster
-from aqua_simulator.whatif.jobs import CapacityJob, OnlineJob, SimulationInput
-from aqua_simulator.whatif.members import RESERVE_SHARE
-from aqua_simulator.whatif.online import CALM_S
+from aqua_simulator.whatif.jobs import CapacityJob, GapJob, OnlineJob, SimulationInput
 from aqua_simulator.whatif.prometheus import PrometheusSource, read_prometheus
 from aqua_simulator.whatif.step_times import fitted
 from harness.bounds import HANG_S
-from harness.planted_day import STEP_S, PlantedDay, openmetrics, planted_day, write_day
+from harness.planted_day import PlantedDay, drawn_day, openmetrics, planted_day, write_day
+from harness.slices import examples
 from harness.vllm_server import free_port
 
 pytestmark = pytest.mark.skipif(
@@ -97,21 +96,39 @@ def test_planted_savings_come_back_within_ten_percent_from_histograms(
         "DCGM_FI_DEV_FB_FREE",
     }
     times = fitted(recorded.loads, cluster.engines)
-    assert times["chat"].step_s == pytest.approx(STEP_S, rel=0.1)
+    assert times["chat"].step_s == pytest.approx(day.times.step_s, rel=0.1)
     background = SimulationInput(cluster, recorded, times)
     today = OnlineJob(0).run(background)
     idle_s = 4 * day.span_s - sum(each["busy_s"] for each in today.by_model.values())
     assert idle_s / 3600.0 == pytest.approx(day.idle_gpu_hours, rel=0.1)
     background = replace(background, short=("docs",), today=today.by_model)
-    chat_gb = 200_000 * 131_072 / 1e9
-    known = chat_gb * (1.0 - RESERVE_SHARE) * (day.span_s - CALM_S)
     lent = OnlineJob(0, is_harvesting=True).run(background).lending
-    assert lent.offered_gb_s == pytest.approx(known, rel=0.1)
+    assert lent.offered_gb_s / 3600.0 == pytest.approx(day.spare_gb_hours, rel=0.1)
     # One of the three chat engines is enough.
     assert CapacityJob(0, "chat", has_aqua=False).run(background) == 1
     observed = recorded.loads["chat"].observed
     for name in ("ttft_mean_s", "tpot_mean_s"):
         assert today.by_model["chat"][name] == pytest.approx(observed[name], rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(1, 1 + examples(1, whole=8)))
+def test_savings_of_a_drawn_day_come_back_from_histograms(seed: int, tmp_path: Path) -> None:
+    day = drawn_day(seed, phase_s=300.0)
+    cluster, _ = read_cluster(write_day(tmp_path, day)[0])
+    with backfilled(tmp_path, openmetrics(day, START_S)) as url:
+        recorded = read_prometheus(source(url, day), cluster)
+    times = fitted(recorded.loads, cluster.engines)
+    background = SimulationInput(cluster, recorded, times, sample_count=3, sample_s=100.0)
+    today = OnlineJob(0).run(background).by_model
+    idle_s = 4 * day.span_s - sum(each["busy_s"] for each in today.values())
+    assert idle_s / 3600.0 == pytest.approx(day.idle_gpu_hours, rel=0.1)
+    background = replace(background, short=("docs",), today=today)
+    lent = OnlineJob(0, is_harvesting=True).run(background).lending
+    assert lent.offered_gb_s / 3600.0 == pytest.approx(day.spare_gb_hours, rel=0.1)
+    found = GapJob(0, "chat").run(background)
+    known = GapJob(0, "chat").run(replace(background, times={"chat": day.times}))
+    # Rests on what contexts cost, of which the mean of a window tells least.
+    assert found.offline_tokens_per_s == pytest.approx(known.offline_tokens_per_s, rel=0.2)
 
 
 def test_gaps_and_resets_are_named(day: PlantedDay, cluster: Cluster, tmp_path: Path) -> None:

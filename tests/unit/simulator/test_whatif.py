@@ -24,17 +24,12 @@ from aqua_simulator.whatif.cluster import (
 from aqua_simulator.whatif.fleet_day import recording_of
 from aqua_simulator.whatif.html_report import write_report
 from aqua_simulator.whatif.jobs import GapJob, OnlineJob, SimulationInput, run_all
-from aqua_simulator.whatif.members import RESERVE_SHARE
 from aqua_simulator.whatif.offline import blended_gain
-from aqua_simulator.whatif.online import CALM_S
 from aqua_simulator.whatif.recorded_day import ModelLoad, RecordedLoad, read_day
 from aqua_simulator.whatif.report import SavingsReport
-from aqua_simulator.whatif.step_times import StepCoefficients, fitted
+from aqua_simulator.whatif.step_times import StepCoefficients, fitted, sheet_coefficients
 from harness.planted_day import (
-    CONTEXT_S,
-    FRONT_S,
-    STEP_S,
-    TOKEN_S,
+    PLANTED,
     PlantedDay,
     planted_day,
     write_day,
@@ -86,9 +81,23 @@ def test_step_times_that_a_recording_hides_are_found_again(
     cluster, recorded = question
     found = fitted(recorded.loads, cluster.engines)["chat"]
     assert found.is_fitted
-    assert found.step_s == pytest.approx(STEP_S, rel=0.05)
-    assert found.token_s == pytest.approx(TOKEN_S, rel=0.1)
-    assert found.front_s == pytest.approx(FRONT_S, rel=0.5)
+    assert found.step_s == pytest.approx(PLANTED.step_s, rel=0.05)
+    assert found.token_s == pytest.approx(PLANTED.token_s, rel=0.1)
+    assert found.front_s == pytest.approx(PLANTED.front_s, rel=0.5)
+
+
+def test_what_no_step_shows_is_as_far_off_the_data_sheet_as_what_is_of_its_kind() -> None:
+    listed = {"name": "a", "model": "Mistral-7B", "gpu": "A100-80GB", "replicas": 1}
+    cluster, _ = cluster_of(DeploymentList.model_validate({"models": [listed]}), "test")
+    sheet = sheet_coefficients(cluster.engines["a"])
+    tokens = np.linspace(1.0, 500.0, 40)
+    rows = np.column_stack([np.ones(40), tokens, np.zeros((40, 3))])
+    seconds = 3.0 * sheet.step_s + 2.0 * sheet.token_s * tokens
+    none, unknown = np.zeros(0, np.int64), np.zeros(0)
+    load = ModelLoad(unknown, none, none, unknown, unknown, {}, rows, seconds)
+    found = fitted({"a": load}, cluster.engines)["a"]
+    assert found.context_s == pytest.approx(3.0 * sheet.context_s, rel=0.01)
+    assert found.pair_s == pytest.approx(2.0 * sheet.pair_s, rel=0.01)
 
 
 @pytest.mark.slow
@@ -153,10 +162,8 @@ def test_planted_idle_time_is_recovered_within_five_percent(
 def test_planted_spare_memory_is_recovered_within_five_percent(
     answer: SavingsReport, day: PlantedDay
 ) -> None:
-    # One of the three chats, which never need a hundredth of theirs, lends to the documents.
-    chat_gb = 200_000 * 131_072 / 1e9
-    known = chat_gb * (1.0 - RESERVE_SHARE) * (day.span_s - CALM_S) / 3600.0
-    assert numbers(answer, "harvesting")["memory_gb_hours"] == pytest.approx(known, rel=0.05)
+    lent = numbers(answer, "harvesting")["memory_gb_hours"]
+    assert lent == pytest.approx(day.spare_gb_hours, rel=0.05)
     assert numbers(answer, "harvesting")["reclaims"] == 0
 
 
@@ -165,12 +172,11 @@ def test_planted_offline_work_is_recovered_within_five_percent(
     question: tuple[Cluster, RecordedLoad],
 ) -> None:
     cluster, recorded = question
-    planted = StepCoefficients(STEP_S, TOKEN_S, CONTEXT_S, 0.0, FRONT_S, is_fitted=True)
     known, found = (
         GapJob(0, "chat").run(
             SimulationInput(cluster, recorded, {"chat": times}, sample_count=1, sample_s=100.0)
         )
-        for times in (planted, fitted(recorded.loads, cluster.engines)["chat"])
+        for times in (PLANTED, calibrated(cluster, recorded)["chat"])
     )
     assert found.offline_tokens_per_s == pytest.approx(known.offline_tokens_per_s, rel=0.05)
     assert known.online_busy_share < 0.8 < known.busy_share
@@ -347,7 +353,7 @@ def test_a_recording_that_covers_no_time_is_refused(tmp_path: Path) -> None:
 
 def test_without_latencies_the_data_sheet_counts(tmp_path: Path) -> None:
     recorded = read(tmp_path, "t_s,prompt_tokens,output_tokens\n0,10,5\n9,10,5\n", "chat")
-    cluster, _ = read_cluster(write_day(tmp_path, PlantedDay(1.0, {}, {}))[0])
+    cluster, _ = read_cluster(write_day(tmp_path, PlantedDay(PLANTED, 1.0, {}, {}))[0])
     assert not fitted(recorded.loads, cluster.engines)["chat"].is_fitted
 
 

@@ -6,8 +6,8 @@ of all GPUs; and what Aqua, if it runs, lends already.
 
 Requests are drawn: so many in each window as had a first token in it, at even odds, with lengths
 from the histograms, between whose bounds they are spread evenly in logarithms, scaled to the
-window's means, which are exact. Step times follow from the windows: a token took as long as a step
-of the mean number of tokens and contexts.
+window's means, which are exact. Step times follow from the windows: a token took as long as the
+steps that it saw, which have more in them than a mean step, since many tokens see a large one.
 
 What is not there is named and left out: a window without samples is cut out, a counter that was
 reset is told, a metric that no engine reports leaves its number unchecked.
@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite, nan
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
-from jaxtyping import Bool, Float64
+from jaxtyping import Bool, Float64, Int64
 
 from aqua_protocol.errors import ConfigError, UnavailableError
 from aqua_simulator.whatif.cluster import Cluster, EngineShape, InputFinding
@@ -34,9 +34,18 @@ MAX_WINDOWS: Final = 2000
 """Windows of a day; Prometheus answers with 11,000 points at most. Doubled, longer days may be
 asked in as fine windows."""
 
-QUIET_TOKENS: Final = 1.5
-"""Decoding requests of a mean step up to which a window's first tokens hardly wait for others.
-Doubled, more windows tell of prompts, and waiting enters their step times."""
+QUIET_OTHERS: Final = 0.2
+"""Requests beside another one up to which a window's first tokens hardly wait for others. Doubled,
+more windows tell of prompts, and waiting enters their step times."""
+
+_ROUNDS: Final = 4
+"""Of finding how many decode beside each other and beside prompts. Doubled, nothing changes."""
+_HALVINGS: Final = 40
+"""Of a span of 1: as fine as floats of that size. Doubled, nothing changes."""
+
+_WIDEST: Final = 4.0
+"""Times the mean step of decodes, beyond which a step was a prompt's: a window seldom has decodes
+so uneven. Doubled, prompts that are computed again count as decodes sooner."""
 
 Windows = Float64[np.ndarray, " windows"]
 
@@ -230,7 +239,7 @@ def _load(
     edges = np.rint(np.concatenate([[0.0], np.cumsum(requests)])).astype(int)
     owner = np.repeat(np.arange(source.window_count), np.diff(edges))
     arrival_s = np.sort((owner + generator.random(len(owner))) * source.window_s)
-    lengths, mean_lengths = [], []
+    lengths = []
     for metric in (_PROMPT, _OUTPUT):
         known = means(metric)
         if known is None:
@@ -244,7 +253,6 @@ def _load(
         counts = np.bincount(owner, minlength=source.window_count)
         drawn_mean = (sums / np.maximum(1, counts))[owner]
         lengths.append(np.maximum(1, np.rint(drawn * wanted / drawn_mean)).astype(np.int64))
-        mean_lengths.append(by_window)
     seen = {
         key: found
         for key, metric in (("first", _FIRST), ("between", _BETWEEN), ("steps", _STEPS))
@@ -262,13 +270,12 @@ def _load(
     unknown = np.full(len(owner), nan)
     rows, seconds = np.empty((0, 5)), np.empty(0)
     if {"between", "steps"} <= seen.keys():
-        step_count = source.total(f"{_STEPS}_count", selector)
-        tokens_between = source.total(f"{_BETWEEN}_count", selector)
-        assert step_count is not None
-        assert tokens_between is not None
-        with np.errstate(divide="ignore", invalid="ignore"):
-            decoding = tokens_between / step_count
-        rows, seconds = _step_rows(seen, decoding, mean_lengths, shape)
+        steps = source.increase(f"{_STEPS}_bucket", selector, "le")
+        decodes = source.total(f"{_BETWEEN}_count", selector)
+        assert decodes is not None
+        summed = _Windows.of(owner, lengths[0], lengths[1], steps, decodes, shape)
+        first_s = seen["first"][0] if "first" in seen else np.full(source.window_count, nan)
+        rows, seconds = summed.observations(seen["between"][0], first_s)
     return ModelLoad(arrival_s, lengths[0], lengths[1], unknown, unknown, observed, rows, seconds)
 
 
@@ -277,26 +284,130 @@ _LENGTHS: Final = (
 )
 
 
-def _step_rows(
-    seen: dict[str, tuple[Windows, float]],
-    decoding: Windows,
-    lengths: Sequence[Windows],
-    shape: EngineShape,
-) -> tuple[Float64[np.ndarray, "rows 5"], Windows]:
-    """Windows as observations of steps: of decodes, and of prompts where little else ran."""
-    (between, _), (tokens, _), (prompt, output) = seen["between"], seen["steps"], lengths
-    context = decoding * (prompt + output / 2.0)
-    none, one = np.zeros(len(between)), np.ones(len(between))
-    decodes = np.column_stack([one, tokens, context, none, none])
-    rows, seconds = [decodes], [between]
-    if "first" in seen:
-        chunks = np.ceil(prompt / shape.deployed.max_num_batched_tokens)
-        prompts = np.column_stack([chunks, prompt, none, prompt**2 / 2.0, one])
-        rows.append(np.where((decoding < QUIET_TOKENS)[:, None], prompts, nan))
-        seconds.append(seen["first"][0])
-    system, spent = np.vstack(rows), np.concatenate(seconds)
-    known = np.isfinite(system).all(axis=1) & np.isfinite(spent) & (spent > 0)
-    return system[known], spent[known]
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """What the engines of a model computed in each window.
+
+    Attributes:
+        requests, chunks, tokens, pairs: Prompts, the steps that they take, their tokens, and their
+            pairs of tokens.
+        decodes: Tokens after first ones.
+        context: Mean context that one of these reads.
+        others: Requests that decode beside it on its engine, on average.
+    """
+
+    requests: Windows
+    chunks: Windows
+    tokens: Windows
+    pairs: Windows
+    decodes: Windows
+    context: Windows
+    others: Windows
+
+    @classmethod
+    def of(
+        cls,
+        owner: Int64[np.ndarray, " requests"],
+        prompts: Int64[np.ndarray, " requests"],
+        outputs: Int64[np.ndarray, " requests"],
+        steps: dict[str, Windows],
+        decodes: Windows,
+        shape: EngineShape,
+    ) -> Self:
+        """Add up the requests of each window, `owner` of each.
+
+        Args:
+            steps: Up to so many tokens, by bound, as the engines counted them.
+            decodes: Tokens after first ones, likewise.
+        """
+
+        def summed(values: Float64[np.ndarray, " requests"]) -> Windows:
+            found: Windows = np.bincount(owner, values, len(decodes))
+            return found
+
+        prompt, output = prompts.astype(float), outputs.astype(float)
+        chunks = summed(np.ceil(prompt / shape.deployed.max_num_batched_tokens))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            # Long answers decode more, and read more each time.
+            context = summed(output * (prompt + output / 2.0)) / summed(output)
+        return cls(
+            summed(np.ones(len(owner))),
+            chunks,
+            summed(prompt),
+            summed(prompt**2 / 2.0),
+            decodes,
+            context,
+            _others(steps, decodes, chunks),
+        )
+
+    def observations(
+        self, between_s: Windows, first_s: Windows
+    ) -> tuple[Float64[np.ndarray, "rows 5"], Windows]:
+        """Windows as observations of steps: of decodes, and of prompts where little else ran.
+
+        A token sees the prompts that are computed beside it: those that come to an engine while
+        others decode there. One that comes to an idle engine is seen by no token.
+
+        Args:
+            between_s, first_s: Means of the times between tokens and to the first one.
+        """
+        none, one = np.zeros(len(self.others)), np.ones(len(self.others))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            seen = self.others / self.decodes
+            decodes = np.column_stack(
+                [
+                    one,
+                    1.0 + self.others + seen * self.tokens,
+                    (1.0 + self.others) * self.context,
+                    seen * self.pairs,
+                    none,
+                ]
+            )
+            shares = (self.chunks, self.tokens, none, self.pairs, self.requests)
+            prompts = np.column_stack([each / self.requests for each in shares])
+        prompts[self.others > QUIET_OTHERS] = nan
+        system, spent = np.vstack([decodes, prompts]), np.concatenate([between_s, first_s])
+        known = np.isfinite(system).all(axis=1) & np.isfinite(spent) & (spent > 0)
+        return system[known], spent[known]
+
+
+def _others(buckets: dict[str, Windows], decodes: Windows, chunks: Windows) -> Windows:
+    """How many requests decode beside another one, from how many tokens steps had.
+
+    Steps of prompts have the most tokens; those of the others are their decodes. A request sees a
+    step with n of them n times as often as it is taken, so mean squares tell what is seen. Where
+    in its bucket a step lies is the same place in all, by which there are as many decodes as were
+    counted.
+
+    Args:
+        buckets: Steps up to so many tokens, by bound.
+    """
+    if not buckets:
+        return np.full(len(decodes), nan)
+    bounds = sorted(float(bound) for bound in buckets)
+    highest = max((bound for bound in bounds if isfinite(bound)), default=1.0)
+    high = np.minimum(bounds, 2.0 * highest)[:, None]
+    low = np.minimum(np.append(0.0, high[:-1]) + 1.0, high[:, 0])[:, None]
+    by_bound = {float(bound): values for bound, values in buckets.items()}
+    steps = np.maximum.accumulate([np.nan_to_num(by_bound[bound]) for bound in bounds])
+    others = np.zeros(len(decodes))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        alone = steps[-1] - chunks
+        of_decodes = np.diff(np.minimum(steps, alone), axis=0, prepend=0.0)
+        # Prompts that were put out and computed again make more such steps than there are prompts.
+        of_decodes[low > _WIDEST * (1.0 + decodes / alone)] = 0.0
+        for _ in range(_ROUNDS):
+            # Prompts meet as many decodes as a decode does.
+            wanted = decodes - chunks * others
+            least, most = np.zeros(len(decodes)), np.ones(len(decodes))
+            for _ in range(_HALVINGS):
+                place = (least + most) / 2.0
+                is_less = (of_decodes * low ** (1.0 - place) * high**place).sum(axis=0) < wanted
+                least, most = np.where(is_less, place, least), np.where(is_less, most, place)
+            size = low ** (1.0 - least) * high**least
+            seen = (of_decodes * size**2).sum(axis=0) / (of_decodes * size).sum(axis=0)
+            others = np.maximum(0.0, np.nan_to_num(seen) - 1.0)
+    return np.where(decodes > 0, others, nan)
 
 
 def _cumulated(buckets: dict[str, Windows]) -> tuple[list[float], Float64[np.ndarray, " bounds"]]:

@@ -7,8 +7,10 @@ token a request sees as many steps as it has tokens left, with what the others c
 and one that arrives at an idle engine sees the steps of its own prompt. `front_s` is what a first
 token takes beside steps (tokenizer, network).
 
-What the observations do not tell apart stays near the data sheet, which stands in the system as a
-few weak rows. Without any observation it is the data sheet's roofline.
+What the observations do not tell apart is taken from the data sheet, which stands in the system as
+a few weak rows: steps and tokens are near it, and what is of the same kind is as far off it. A step
+reads the weights as it reads contexts; tokens are computed, as pairs are. Without any observation
+it is the data sheet's roofline.
 
 Of engines behind a router nothing says which request ran where: it is taken to balance them, so
 that a request is alone while fewer run than there are engines.
@@ -184,6 +186,22 @@ def is_fitted_to(index: int) -> bool:
     return index % FITTED_EVERY == 0
 
 
+_PRIOR: Final = np.array(
+    [
+        [1.0, 0.0, 0.0, 0.0, 0.0],
+        [0.0, 1.0, 0.0, 0.0, 0.0],
+        [-1.0, 0.0, 1.0, 0.0, 0.0],
+        [0.0, -1.0, 0.0, 1.0, 0.0],
+        [0.0, 0.0, 0.0, 0.0, 1.0],
+    ]
+)
+"""Rows of steps, tokens, contexts, pairs and first tokens, in shares of the data sheet's: the first
+two are as on it, contexts as steps, pairs as tokens, and nothing is before a first token. Doubled,
+it is `PRIOR_WEIGHT` that doubles."""
+_PRIOR_WANTED: Final = np.array([1.0, 1.0, 0.0, 0.0, 0.0])
+"""What these rows give; fixed by them."""
+
+
 def _solved(
     rows: Float64[np.ndarray, "rows 5"],
     seconds: Float64[np.ndarray, " rows"],
@@ -194,8 +212,8 @@ def _solved(
     scale = np.append(prior, np.median(seconds))
     system = rows * scale / seconds[:, None]
     weight = PRIOR_WEIGHT * np.sqrt(len(rows))
-    wanted = np.concatenate([np.ones(len(rows)), np.append(np.full(4, weight), 0.0)])
-    found, _ = nnls(np.vstack([system, weight * np.eye(len(scale))]), wanted)
+    wanted = np.concatenate([np.ones(len(rows)), weight * _PRIOR_WANTED])
+    found, _ = nnls(np.vstack([system, weight * _PRIOR]), wanted)
     step_s, token_s, context_s, pair_s, front_s = (found * scale).tolist()
     return StepCoefficients(step_s, token_s, context_s, pair_s, front_s, is_fitted=True)
 
