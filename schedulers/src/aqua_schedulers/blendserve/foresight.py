@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from jaxtyping import Float64, Int32
+from jaxtyping import Float64, Int32, Int64
 
 from aqua_schedulers.admission import BatchView, StepPlan
 from aqua_schedulers.blendserve.dual_scanner import (
@@ -137,6 +137,20 @@ class ForesightBlend:
     def compiled_state(self) -> tuple[DualScanner, ForesightState, Timeline]:
         """What `plan_foresight` takes first; another one after `settle`."""
         return self._scanner, self._state, self._timeline
+
+    @property
+    def until_look(self) -> int:
+        """Requests that may finish until estimates are looked at, with the one at which they are.
+
+        So many less one may be settled by compiled code (`settle_state`) and noted later.
+        """
+        return self._learner.until_look
+
+    def note(
+        self, finished: Int32[np.ndarray, " finished"], tokens: Int64[np.ndarray, " finished"]
+    ) -> None:
+        """Learn from requests that finished with so many tokens, and were settled already."""
+        assert not self._learner.observe(finished, tokens), "estimates were to be looked at"
 
     def settle(self, view: BatchView) -> None:
         """Book what happened since the last step was planned, and learn from it."""

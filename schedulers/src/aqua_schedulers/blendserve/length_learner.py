@@ -51,6 +51,11 @@ class LengthLearner:
         self._finished = 0
         self._next_look = FIRST_LOOK
 
+    @property
+    def until_look(self) -> int:
+        """Requests that finish before it is time to look, with the one at which it is."""
+        return self._next_look - self._finished
+
     def observe(
         self,
         requests: Int32[np.ndarray, " finished"],

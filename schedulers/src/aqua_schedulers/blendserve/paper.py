@@ -76,7 +76,7 @@ tokens."""
 
 
 @dataclass(slots=True)
-class Pace:
+class StepPace:
     """What a step's budget follows from.
 
     Attributes:
@@ -105,7 +105,7 @@ class PaperState(NamedTuple):
     scanner: DualScanner
     fresh: Int64[np.ndarray, " requests"]
     admitted: Int32[np.ndarray, " max_admitted"]
-    pace: Sequence[Pace]
+    pace: Sequence[StepPace]
 
 
 class PaperBlend:
@@ -123,7 +123,7 @@ class PaperBlend:
     ) -> None:
         cost, target = prepared.cost, prepared.order.root_density
         hidden = target * cost.decode_s_per_kv_token
-        pace = Pace(
+        pace = StepPace(
             target=target,
             tokens_per_kv_token=hidden / cost.linear_s_per_token,
             # An engine with a least batch reads, as far as pacing goes, what this batch would hide.
@@ -195,7 +195,7 @@ def plan_paper(
 
 
 @compiled_part
-def _budget(pace: Pace, read_tokens: int) -> int:
+def _budget(pace: StepPace, read_tokens: int) -> int:
     """Tokens whose compute is rho(root) times the time to read the context."""
     wanted = pace.tokens_per_kv_token * read_tokens + pace.rounding
     multiples = max(1, round(wanted / BATCH_MULTIPLE))

@@ -128,7 +128,7 @@ def run(
         )
     state = fresh_state(workload, capacity_tokens)
     engine = handle(state)
-    steps = None if clock else steps_of(policy, engine, cost, usage_stride)
+    steps = None if clock else steps_of(policy, state, engine, cost, usage_stride)
     view = BatchView(capacity_tokens)
     policy_s: list[float] = []
     left = workload.request_count
