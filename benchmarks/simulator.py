@@ -3,9 +3,9 @@
     python benchmarks/simulator.py [--requests 400000] [--json]
 
 Runs BlendServe's Trace 2 under DFS, the published policy and the default one, in this process and
-on one thread. Times are CPU seconds, planning included, drawing the workload not; the policy's own
-time is measured call by call. Compiling happens before, on a small trace. The last lines list each
-promise, what was measured and whether it holds.
+on one thread. Times are CPU seconds, planning included, drawing the workload not. The policy's own
+time is measured in a second run, call by call, which asks it for each step. Compiling happens
+before, on a small trace. The last lines list each promise, what was measured and whether it holds.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ def measure(experiments: Experiments, name: OfflinePolicy, requests: int) -> dic
     started = time.process_time()
     policy = policy_for(name, workload, experiments.cost, settings)
     planned = time.process_time()
-    result = run(
-        workload,
-        policy,
-        experiments.cost,
-        capacity_tokens=experiments.capacity_tokens,
-        clock=time.perf_counter,
-    )
+    capacity = experiments.capacity_tokens
+    result = run(workload, policy, experiments.cost, capacity_tokens=capacity)
     ended = time.process_time()
+    policy_s = run(
+        workload,
+        policy_for(name, workload, experiments.cost, settings),
+        experiments.cost,
+        capacity_tokens=capacity,
+        clock=time.perf_counter,
+    ).policy_s
     bound = optimal(workload, experiments.cost)
     return {
         "policy": name.value,
@@ -49,8 +51,8 @@ def measure(experiments: Experiments, name: OfflinePolicy, requests: int) -> dic
         "planning_s": planned - started,
         "simulation_s": ended - planned,
         "steps": result.end.step,
-        "policy_mean_ms": float(result.policy_s.mean() * 1e3),
-        "policy_p99_ms": float(np.quantile(result.policy_s, 0.99) * 1e3),
+        "policy_mean_ms": float(policy_s.mean() * 1e3),
+        "policy_p99_ms": float(np.quantile(policy_s, 0.99) * 1e3),
         "share_of_optimum": bound.optimal_s / result.makespan_s,
     }
 
