@@ -131,6 +131,25 @@ def test_what_is_lost_or_forgotten_on_its_way_is_never_found(end: str) -> None:
     assert table.room == 2
 
 
+def test_copies_that_are_there_are_not_given_up_for_the_blocks_beside_them() -> None:
+    table = filled(2, "bx")
+    (b,), (x,) = table.find("b"), table.find("x")
+    table.release([b])
+    table.release([x])
+    assert table.hold_or_begin("ab", 2) == ([x, b], [0])
+    assert table.held_count == 2
+    table.audit()
+
+
+def test_copies_behind_a_block_without_room_are_let_go() -> None:
+    table = filled(2, "bx")
+    (b,) = table.find("b")
+    table.release([b])
+    assert table.hold_or_begin("ab", 2) == ([], [])
+    assert table.put("c") == (b, True)
+    table.audit()
+
+
 def test_a_table_grows() -> None:
     table = BlockTable()
     assert table.put("a") is None

@@ -196,9 +196,12 @@ class FairPolicy:
             )
         if not self._ranking.preempts:
             return Decision(admit=self._earliest_arrivals(engine))
-        decision = self._fill_free_memory(engine)
-        if len(decision.admit) == len(self._waiting) or not self._is_slice_over:
-            return decision
+        is_slice_over = self._is_slice_over
+        # Each takes a block at least.
+        if not is_slice_over or len(self._waiting) <= engine.free_blocks:
+            decision = self._fill_free_memory(engine)
+            if len(decision.admit) == len(self._waiting) or not is_slice_over:
+                return decision
         return self._next_slice(engine)
 
     @property
@@ -299,15 +302,15 @@ class FairPolicy:
         ranking, numbers = self._ranking, self._numbers
         accounts, granularity = self.accounts, ranking.granularity
         key = ranking.key
-        runners: list[RankedRequest] = [
-            (
-                key(each) - granularity if each.output_tokens else key(each),
-                False,
-                each.arrival_s,
-                numbers[each.request_id],
-                each,
-            )
+        prompts: list[RankedRequest] = [
+            (key(each), False, each.arrival_s, numbers[each.request_id], each)
             for each in preemptible
+            if not each.output_tokens
+        ]
+        decodes: list[RankedRequest] = [
+            (key(each) - granularity, False, each.arrival_s, numbers[each.request_id], each)
+            for each in preemptible
+            if each.output_tokens
         ]
         # As many as are running fit in memory at once: the upper bound of the decodes' share.
         prompt_share = max(1, engine.token_budget - engine.running_count)
@@ -315,8 +318,9 @@ class FairPolicy:
         since = self._slice_index - self._patience_turns
         if accounts is not None:
             running: defaultdict[str, Runners] = defaultdict(lambda: ([], []))
-            for rank in runners:
-                running[rank[4].tenant][rank[4].output_tokens > 0].append(rank)
+            for phase, runners in enumerate((prompts, decodes)):
+                for rank in runners:
+                    running[rank[4].tenant][phase].append(rank)
             turns = {
                 tenant: TenantTurn(accounts, tenant, self._queues[tenant], running[tenant], since)
                 for tenant in dict.fromkeys([*running, *self._queues])
@@ -326,16 +330,11 @@ class FairPolicy:
                 chosen, accounts, turns, prompt_tokens=prompt_tokens, slice_steps=steps
             ).fill()
             return
-        prompts = Candidates(
-            [rank for rank in runners if not rank[4].output_tokens], self._waiting.prompts
-        )
-        decodes = Candidates(
-            [rank for rank in runners if rank[4].output_tokens], self._waiting.decodes
-        )
+        first = Candidates(prompts, self._waiting.prompts)
         chosen.admit_overdue(self._waiting.overdue(since))
-        chosen.fill(prompts, prompt_tokens)
-        chosen.fill(decodes)
-        chosen.fill(prompts)
+        chosen.fill(first, prompt_tokens)
+        chosen.fill(Candidates(decodes, self._waiting.decodes))
+        chosen.fill(first)
 
     def _preempt(
         self, victims: Iterable[RequestView], engine: EngineView

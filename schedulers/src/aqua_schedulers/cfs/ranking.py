@@ -135,9 +135,9 @@ class FairShare(Ranking):
         starts = self._starts
         keys = list(waiting_decode_keys)
         keys += [
-            starts[each.request_id] + each.output_tokens / each.weight
+            start + each.output_tokens / each.weight
             for each in running
-            if each.request_id in starts
+            if (start := starts.get(each.request_id)) is not None
         ]
         if keys:
             self._mean = max(self._mean, sum(keys) / len(keys))

@@ -152,7 +152,7 @@ class TenantTurn:
 
 
 def _next(candidates: Candidates) -> _Head | None:
-    found = next(candidates.in_order, None)
+    found = candidates.take()
     return None if found is None else _Head(*found)
 
 
@@ -214,7 +214,8 @@ class TenantSlice:
             if not fits:
                 turn.end_overdue()
         elif head.is_running:
-            fits = self._chosen.keep(request)
+            self._chosen.keep((request,))
+            fits = request.request_id in self._chosen.kept
         elif request.request_id in self._chosen.admitted:
             return
         else:

@@ -8,7 +8,8 @@ costs nothing here and is the policy's decision.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from math import inf
 
 from aqua_schedulers.cfs.views import RequestView
@@ -16,31 +17,62 @@ from aqua_schedulers.cfs.waiting_queue import RankedRequest
 
 
 class Candidates:
-    """Running and waiting requests of one phase, merged by the keys of their `Ranking`.
+    """Running and waiting requests of one phase, by the keys of their `Ranking`, each taken once.
 
-    `running` ones may be preempted, in any order; `waiting` ones admitted, in order.
+    Args:
+        running: May be preempted, in any order; sorted in place.
+        waiting: May be admitted, in order.
 
     Attributes:
-        in_order: All, each with whether it is running; `TimeSlice.fill` moves this iterator on.
         admits: False ends the waiting ones; those running go on.
     """
 
     def __init__(self, running: list[RankedRequest], waiting: Sequence[RankedRequest]) -> None:
+        running.sort()
         self.admits = True
-        self.in_order = self._merge(running, waiting)
+        self._running = running
+        self._waiting = waiting
+        self._running_at = self._waiting_at = 0
 
-    def _merge(
-        self, running: list[RankedRequest], waiting: Sequence[RankedRequest]
-    ) -> Iterator[tuple[RequestView, bool]]:
-        running.sort(reverse=True)
-        for outer in waiting:
-            while running and running[-1] < outer:
-                yield running.pop()[4], True
-            yield outer[4], False
-            if not self.admits:
-                break
-        while running:
-            yield running.pop()[4], True
+    def running_next(self) -> list[RequestView]:
+        """The running requests that go before the next waiting one; `pass_running` takes them."""
+        start, end = self._running_at, len(self._running)
+        if start == end:
+            return []
+        waiting = self._next_waiting()
+        if waiting is not None:
+            end = bisect_left(self._running, waiting, start)
+        return [rank[4] for rank in self._running[start:end]]
+
+    def pass_running(self, count: int) -> None:
+        """Take so many of the running ones."""
+        self._running_at += count
+
+    def take_waiting(self) -> RequestView | None:
+        """Take the next waiting request; None if there is none, or none is admitted any more."""
+        waiting = self._next_waiting()
+        if waiting is None:
+            return None
+        self._waiting_at += 1
+        return waiting[4]
+
+    def take(self) -> tuple[RequestView, bool] | None:
+        """Take the next request, with whether it is running; None if there is none."""
+        waiting = self._next_waiting()
+        if self._running_at < len(self._running):
+            running = self._running[self._running_at]
+            if waiting is None or running < waiting:
+                self._running_at += 1
+                return running[4], True
+        if waiting is None:
+            return None
+        self._waiting_at += 1
+        return waiting[4], False
+
+    def _next_waiting(self) -> RankedRequest | None:
+        if not self.admits or self._waiting_at >= len(self._waiting):
+            return None
+        return self._waiting[self._waiting_at]
 
 
 class TimeSlice:
@@ -78,26 +110,55 @@ class TimeSlice:
 
     def hold(self, request: RequestView) -> None:
         """A running request that cannot be preempted takes what it grows by, and keeps its slot."""
-        self._free_blocks -= self._growth(request)
+        self._free_blocks -= self._growth(request, request.computed_tokens)
 
-    def keep(self, request: RequestView) -> bool:
-        """Let a running request stay; False if there is no memory for it."""
-        # Before its growth is reckoned: once memory has run out, most of a slice's end is this.
-        if request.held_blocks > self._free_blocks:
-            return False
-        if not self._take(request.held_blocks + self._growth(request)):
-            return False
-        self.kept.add(request.request_id)
-        return True
+    def keep(self, requests: Iterable[RequestView], max_tokens: float = inf) -> tuple[int, float]:
+        """Let running requests stay, each if there is memory for it, until the limit is reached.
+
+        Returns how many were looked at, and what their pending tokens leave of the limit. They are
+        most of what a slice's end looks at, so this is one loop without calls.
+        """
+        size, horizon = self._block_tokens, self._horizon_steps
+        free_blocks, free_slots = self._free_blocks, self._free_slots
+        is_limited = max_tokens < inf
+        count = 0
+        for request in requests:
+            count += 1
+            left = free_blocks - request.held_blocks
+            # Before its growth is reckoned: once memory has run out, this is what is left to do.
+            if left < 0 or free_slots < 1:
+                continue
+            grown = request.prompt_tokens + request.output_tokens + horizon
+            growth = -(-grown // size) - -(-request.computed_tokens // size)
+            if growth > 0:
+                left -= growth
+                if left < 0:
+                    continue
+            free_blocks = left
+            free_slots -= 1
+            self.kept.add(request.request_id)
+            if is_limited:
+                max_tokens -= max(1, request.prompt_tokens - request.computed_tokens)
+                if max_tokens <= 0:
+                    break
+        if free_slots < self._free_slots:
+            self._is_engine_empty = False
+        self._free_blocks, self._free_slots = free_blocks, free_slots
+        return count, max_tokens
 
     def admit(self, request: RequestView) -> bool:
         """Let a waiting request in; False if there is no memory for it."""
-        growth = self._growth(request)
+        free_blocks = self._free_blocks - request.missing_blocks
+        growth = self._growth(request, request.prompt_tokens + request.output_tokens)
         if self._is_engine_empty:
             # Alone it may take everything; what it lacks to grow, no other request has.
-            growth = max(0, min(growth, self._free_blocks - request.missing_blocks))
-        if self._is_closed or not self._take(request.missing_blocks + growth):
+            growth = max(0, min(growth, free_blocks))
+        free_blocks -= growth
+        if self._is_closed or free_blocks < 0 or self._free_slots < 1:
             return False
+        self._free_blocks = free_blocks
+        self._free_slots -= 1
+        self._is_engine_empty = False
         self.admitted[request.request_id] = request
         return True
 
@@ -112,19 +173,21 @@ class TimeSlice:
         keep a large one out for ever. Running ones may still stay. A second call goes on where the
         first one ended.
         """
-        if max_tokens <= 0:
-            return
-        for request, is_running in candidates.in_order:
-            if is_running:
-                fits = self.keep(request)
-            elif request.request_id in self.admitted:
-                continue
-            else:
-                fits = candidates.admits = self.admit(request)
-            if fits:
-                max_tokens -= max(1, request.prompt_tokens - request.computed_tokens)
+        while max_tokens > 0:
+            running = candidates.running_next()
+            if running:
+                count, max_tokens = self.keep(running, max_tokens)
+                candidates.pass_running(count)
                 if max_tokens <= 0:
                     return
+            request = candidates.take_waiting()
+            if request is None:
+                return
+            if request.request_id in self.admitted:
+                continue
+            candidates.admits = self.admit(request)
+            if candidates.admits:
+                max_tokens -= max(1, request.prompt_tokens - request.computed_tokens)
 
     def in_order(self) -> tuple[str, ...]:
         """The admitted requests as the engine takes them: decodes before prompts."""
@@ -132,17 +195,8 @@ class TimeSlice:
         prompts = [name for name, each in self.admitted.items() if not each.output_tokens]
         return (*decodes, *prompts)
 
-    def _take(self, blocks: int) -> bool:
-        if blocks > self._free_blocks or self._free_slots < 1:
-            return False
-        self._free_blocks -= blocks
-        self._free_slots -= 1
-        self._is_engine_empty = False
-        return True
-
-    def _growth(self, request: RequestView) -> int:
-        """Blocks that a request takes beside those held or missing until the slice's end."""
+    def _growth(self, request: RequestView, has_tokens: int) -> int:
+        """Blocks that a request with memory for so many tokens takes more until the slice's end."""
         size = self._block_tokens
-        known = request.prompt_tokens + request.output_tokens
-        has = known if request.missing_blocks else request.computed_tokens
-        return max(0, -(-(known + self._horizon_steps) // size) - -(-has // size))
+        grown = request.prompt_tokens + request.output_tokens + self._horizon_steps
+        return max(0, -(-grown // size) - -(-has_tokens // size))

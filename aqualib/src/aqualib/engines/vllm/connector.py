@@ -135,9 +135,10 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         if self.pins is not None:
             self.pins.expire()
         plan = self._scheduler_half.take_plan()
+        assert isinstance(plan, AquaPagingPlan), type(plan)
         if self.co_serving is not None:
             plan.safepoints = self.co_serving.safepoints_of(scheduler_output.num_scheduled_tokens)
-        return AquaPagingPlan(*(getattr(plan, each.name) for each in fields(plan)))
+        return plan
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in what the workers found out."""
@@ -349,6 +350,7 @@ def open_paging_scheduler(
         groups=groups,
         hash_tokens=hash_tokens,
         is_sharing=bool(cache.enable_prefix_caching) if tier is None else tier,
+        plan_type=AquaPagingPlan,
     )
 
 

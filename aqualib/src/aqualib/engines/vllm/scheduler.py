@@ -17,7 +17,7 @@ step is planned as a whole (`co_serving_scheduler`).
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar, Final
 
 import vllm
@@ -32,7 +32,6 @@ from aqua_schedulers.cfs import (
     PagingTier,
     Preemption,
     PreemptionMode,
-    RequestView,
     TenantAccounts,
     policy_named,
 )
@@ -47,11 +46,10 @@ from aqualib.engines.vllm.operations.switches import Feature
 from aqualib.engines.vllm.options import options_of
 from aqualib.engines.vllm.paging.engine_checks import require_blocks
 from aqualib.engines.vllm.paging.scheduler import KvPagingScheduler
-from aqualib.engines.vllm.requests.priority import weight_of
 from aqualib.engines.vllm.requests.queue import PolicyRequestQueue
-from aqualib.engines.vllm.requests.tenant_key import tenant_of
 from aqualib.engines.vllm.scheduling.co_serving_scheduler import READING_STEPS
 from aqualib.engines.vllm.scheduling.eviction_scheduler import EvictionScheduler
+from aqualib.engines.vllm.scheduling.request_views import RequestViews
 
 MIN_PREFILL_TOKENS: Final = 128
 """A step of so many tokens is mostly prompts, and long enough to be timed. Doubled, engines with a
@@ -80,10 +78,9 @@ class AquaScheduler(EvictionScheduler):
         require_blocks(self.kv_cache_config)
         options = options_of(vllm_config)
         self._managers = self.kv_cache_manager.coordinator.single_type_managers
-        self._growing_tokens = self._tokens_per_new_block()
+        self._views = RequestViews(options, self._managers, self.max_model_len)
+        self._growing_tokens = self._views.tokens_per_new_block
         self._policy = policy_named(options.policy, options, block_tokens=self._growing_tokens)
-        # None is looked at where no tenants share.
-        self._tenant_sources = () if options.tenants is None else options.tenant_sources
         self._options = options
         self._max_running = max_running(self)
         self.paging: KvPagingScheduler | None = None
@@ -108,8 +105,9 @@ class AquaScheduler(EvictionScheduler):
         self._overlaps = bool(vllm_config.scheduler_config.async_scheduling)
         self._step_started_s = 0.0
         self._prefill_tokens_per_s = 0.0
-        # By request, its computed tokens, and whether it runs; of this step.
-        self._remaining_blocks: dict[tuple[str, int, bool], int] = {}
+        self._remaining_blocks = _RemainingBlocks(super()._request_remaining_blocks)
+        # What vLLM calls; for an attribute of the instance, a look costs no call of ours.
+        self._request_remaining_blocks = self._remaining_blocks.__getitem__
         self.forced_preemptions = 0
         self._open_evictions()
         self._open_co_serving(options, self._growing_tokens)
@@ -207,7 +205,7 @@ class AquaScheduler(EvictionScheduler):
         if not is_new:
             return
         if self.co_serving is None or not self.co_serving.arrived(request, time.monotonic()):
-            self._policy.added(self._waiting_view(request))
+            self._policy.added(self._views.waiting(request))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Forget all KV, for example because the weights have changed: nothing of it may return."""
@@ -242,18 +240,6 @@ class AquaScheduler(EvictionScheduler):
             self.kv_cache_manager.free(request)
             request.num_computed_tokens = 0
 
-    def _request_remaining_blocks(self, request: Any) -> int:
-        """Count the blocks that a request under way will still take, once in a step.
-
-        vLLM adds them up over all loads under way for each further load that it admits.
-        """
-        is_running = request.status == RequestStatus.RUNNING
-        key = request.request_id, request.num_computed_tokens, is_running
-        count = self._remaining_blocks.get(key)
-        if count is None:
-            count = self._remaining_blocks[key] = super()._request_remaining_blocks(request)
-        return count
-
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         name = request.request_id
         if not self._is_offline(name):
@@ -266,16 +252,20 @@ class AquaScheduler(EvictionScheduler):
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         paging, saved_tokens = self.paging, 0
         if paging is not None and paging.is_paging and self._preemption_mode is PreemptionMode.SWAP:
-            block_ids = self.kv_cache_manager.get_block_ids(request.request_id)
             saved_tokens = paging.preempting(
                 request,
-                block_ids,
+                self._block_ids(request.request_id),
                 request.num_computed_tokens,
                 # What vLLM itself preempts for another finds its memory in this very step.
                 frees_later=self._is_turn,
             )
         super()._preempt_request(request, *args, **kwargs)
         self._note_preemption(request, saved_tokens)
+
+    def _block_ids(self, name: str) -> list[list[int]]:
+        """A request's table of each group."""
+        tables = [each.req_to_blocks.get(name, ()) for each in self._managers]
+        return [[block.block_id for block in table] for table in tables]
 
     def _note_preemption(self, request: Any, saved_tokens: int = 0) -> None:
         """A request holds no memory any more; tell the policy of its class."""
@@ -287,7 +277,7 @@ class AquaScheduler(EvictionScheduler):
         else:
             if self.co_serving is not None:
                 self.co_serving.online_preempted(self.running)
-            self._policy.preempted(self._waiting_view(request, saved_tokens))
+            self._policy.preempted(self._views.waiting(request, saved_tokens))
 
     def _is_offline(self, request_id: str) -> bool:
         return self.co_serving is not None and self.co_serving.is_offline(request_id)
@@ -315,7 +305,7 @@ class AquaScheduler(EvictionScheduler):
                 token_budget=self.max_num_scheduled_tokens,
                 max_running=self._max_running,
                 running_count=len(names),
-                running=lambda: self._running_views(names),
+                running=lambda: self._views.holding([requests[name] for name in names]),
                 store_room_blocks=0 if paging is None else paging.table.room,
                 location=PagingTier.NOWHERE if paging is None else paging.location,
                 rates=self._rates(),
@@ -359,8 +349,12 @@ class AquaScheduler(EvictionScheduler):
 
     def _note_admissions(self) -> None:
         """Tell the policy what was admitted, and keep decodes before prompts (section 7)."""
-        holding = self._holding
-        entered = [r.request_id for r in self.running if r.request_id not in holding]
+        holding, running = self._holding, self.running
+        # vLLM puts them behind those that it had.
+        count = next(
+            (at for at, r in enumerate(reversed(running)) if r.request_id in holding), len(running)
+        )
+        entered = [r.request_id for r in running[len(running) - count :]]
         if self.paging is not None:
             entered += [name for name in self.paging.loading_ids() if name not in holding]
         for name in entered:
@@ -371,11 +365,11 @@ class AquaScheduler(EvictionScheduler):
                 self._policy.admitted(name)
         # Where classes share the engine, each step is put in order before vLLM's loop.
         if entered and self.co_serving is None:
-            running = self.running
             prompts = [r for r in running if r.num_computed_tokens < r.num_prompt_tokens]
             if prompts:
-                decodes = [r for r in running if r.num_computed_tokens >= r.num_prompt_tokens]
-                running[:] = decodes + prompts
+                at = running.index(prompts[0])
+                decodes = [r for r in running[at:] if r.num_computed_tokens >= r.num_prompt_tokens]
+                running[at:] = decodes + prompts
 
     def _wait_again(self, failed: Collection[str]) -> None:
         """Queue requests that hold nothing after a failed load with those that wait for memory.
@@ -417,66 +411,6 @@ class AquaScheduler(EvictionScheduler):
         past = self._prefill_tokens_per_s or rate
         self._prefill_tokens_per_s = RATE_MEMORY * past + (1 - RATE_MEMORY) * rate
 
-    # --- Views ----------------------------------------------------------------------------
-
-    def _running_views(self, names: Collection[str]) -> list[RequestView]:
-        """Those that hold memory and take turns, at every slice's end."""
-        tables = [each.req_to_blocks for each in self._managers]
-        requests, running = self.requests, RequestStatus.RUNNING
-        views = []
-        for name in names:
-            request = requests[name]
-            blocks = [block.ref_cnt for table in tables for block in table.get(name, ())]
-            # A block that others share does not come free.
-            held, is_pinned = blocks.count(1), request.status != running
-            views.append(self._view(request, request.num_computed_tokens, held, 0, is_pinned))
-        return views
-
-    def _waiting_view(self, request: Any, saved_tokens: int = 0) -> RequestView:
-        missing = self._blocks_of(request.num_tokens)
-        return self._view(request, saved_tokens, missing_blocks=missing)
-
-    def _blocks_of(self, tokens: int) -> int:
-        """Blocks that the next token after so many reads, in all groups."""
-        count = 0
-        for each in self._managers:
-            size: int = each.block_size
-            count += -(-tokens // size) - int(each.get_num_skipped_tokens(tokens)) // size
-        return count
-
-    def _tokens_per_new_block(self) -> int:
-        """Tokens after which a long request holds a block more; windows slide."""
-        growing: list[int] = [
-            each.block_size
-            for each in self._managers
-            if not each.get_num_skipped_tokens(self.max_model_len)
-        ]
-        # With windows alone a request stops growing; until then it grows as if it had none.
-        sizes = growing or [each.block_size for each in self._managers]
-        return max(1, round(1 / sum(1 / size for size in sizes)))
-
-    def _view(
-        self,
-        request: Any,
-        computed_tokens: int,
-        held_blocks: int = 0,
-        missing_blocks: int = 0,
-        is_pinned: bool = False,  # noqa: FBT001, FBT002 - by position, of each running request
-    ) -> RequestView:
-        options, priority, sources = self._options, request.priority, self._tenant_sources
-        return RequestView(
-            request.request_id,
-            request.arrival_time,
-            request.num_prompt_tokens,
-            request.num_output_tokens,
-            computed_tokens,
-            held_blocks,
-            missing_blocks,
-            weight_of(priority, options.urgent, options.priority_unit) if priority else 1.0,
-            is_pinned,
-            tenant_of(request, sources) if sources else "",
-        )
-
     def _saved_blocks(self, name: str) -> int:
         assert self.paging is not None
         return self.paging.clean_blocks(self.requests[name])
@@ -487,6 +421,22 @@ class AsyncAquaScheduler(AquaScheduler, AsyncScheduler):
 
 
 AquaScheduler.asynchronous = AsyncAquaScheduler
+
+
+class _RemainingBlocks(dict[Any, int]):
+    """Blocks that each request under way will still take, counted once in a step.
+
+    For each load that it admits, vLLM adds them up over all prefills and loads under way. Within a
+    step they change for what it admits alone, and it admits what is loaded before further loads.
+    """
+
+    def __init__(self, count: Callable[[Any], int]) -> None:
+        super().__init__()
+        self._count = count
+
+    def __missing__(self, request: Any) -> int:
+        count = self[request] = self._count(request)
+        return count
 
 
 def _has_begun(request: Any) -> bool:

@@ -28,6 +28,7 @@ from aqualib.engines.vllm.paging.plan import PagingPlan
 
 @dataclass(slots=True)
 class _Part:
+    number: int
     is_urgent: bool
     places: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
@@ -54,7 +55,7 @@ class AsyncPageOut:
         self._parts: dict[int, _Part] = {}
         self._part_of: dict[int, int] = {}
         # The parts that the next step's plan has room in, by whether they are urgent.
-        self._open: dict[bool, int] = {}
+        self._open: dict[bool, _Part] = {}
         self._count = 0
 
     def __bool__(self) -> bool:
@@ -112,27 +113,15 @@ class AsyncPageOut:
             The places of as many as there is room for, held; the parts to be acknowledged before
             they are filled; and how many of them were neither there nor on their way.
         """
-        table = self._table
-        found: list[int] = []
-        places: list[int] = []
-        blocks: list[int] = []
-        awaited: set[int] = set()
-        for at, (key, block_id) in enumerate(zip(keys, block_ids, strict=False)):
-            place = table.hold_known(key)
-            if place is None:
-                place = table.begin(key, is_lasting=at < full, holders=2)
-                if place is None:
-                    break
-                places.append(place)
-                blocks.append(block_id)
-            elif (number := self._part_of.get(place)) is not None:
-                awaited.add(number)
-            found.append(place)
+        found, begun = self._table.hold_or_begin(keys, full)
+        part_of = self._part_of
+        awaited = {part_of[place] for place in found if place in part_of} if part_of else set()
         for number in awaited:
             part = self._parts[number]
             if not part.is_urgent:
                 part.is_urgent = True
                 plan.urgent_saves.append(number)
+        places, blocks = [found[at] for at in begun], [block_ids[at] for at in begun]
         awaited |= self._begin(places, blocks, plan, is_urgent=True)
         return found, awaited, len(places)
 
@@ -173,22 +162,25 @@ class AsyncPageOut:
         numbers: set[int] = set()
         at = 0
         while at < len(places):
-            number = self._open.get(is_urgent, 0)
-            if not number or len(self._parts[number].blocks) >= self.part_blocks:
-                self._count = number = self._count + 1
-                self._open[is_urgent] = number
-                part = self._parts[number] = _Part(is_urgent)
-                plan.async_saves[number] = (part.places, part.blocks)
-                if is_urgent:
-                    plan.urgent_saves.append(number)
-            part = self._parts[number]
+            part = self._open.get(is_urgent)
+            if part is None or len(part.blocks) >= self.part_blocks:
+                part = self._open_part(plan, is_urgent=is_urgent)
             end = at + self.part_blocks - len(part.blocks)
             part.places += places[at:end]
             part.blocks += blocks[at:end]
-            self._part_of.update(dict.fromkeys(places[at:end], number))
-            numbers.add(number)
+            for place in places[at:end]:
+                self._part_of[place] = part.number
+            numbers.add(part.number)
             at = end
         return numbers
+
+    def _open_part(self, plan: PagingPlan, *, is_urgent: bool) -> _Part:
+        self._count += 1
+        part = self._parts[self._count] = self._open[is_urgent] = _Part(self._count, is_urgent)
+        plan.async_saves[part.number] = (part.places, part.blocks)
+        if is_urgent:
+            plan.urgent_saves.append(part.number)
+        return part
 
     def _release(self, part: _Part) -> None:
         # Of a chain the last goes first when memory is short, for it is of use only with the rest.

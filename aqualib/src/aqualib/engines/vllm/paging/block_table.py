@@ -24,7 +24,7 @@ turn out lost (`lose`), and then the requests that relied on it are computed aga
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -115,9 +115,11 @@ class BlockTable:
     def hold(self, places: Iterable[int]) -> None:
         """Keep these from being given up until they are released as often."""
         for place in places:
-            self._places[place].holders += 1
-            self._idle.pop(place, None)
-            self._kept.discard(place)
+            entry = self._places[place]
+            if not entry.holders:
+                self._idle.pop(place, None)
+                self._kept.discard(place)
+            entry.holders += 1
 
     def release(self, places: Iterable[int]) -> None:
         """Undo one `hold` or `put` of each."""
@@ -178,26 +180,45 @@ class BlockTable:
         """Whether the block is there or on its way."""
         return key in self._by_key or key in self._filling
 
-    def hold_known(self, key: Hashable) -> int | None:
-        """Hold the place of a block that is there or on its way; None if it is neither."""
-        place = self._by_key.get(key)
-        if place is None:
-            place = self._filling.get(key)
-        if place is not None:
-            self.hold((place,))
-        return place
-
-    def begin(self, key: Hashable, *, is_lasting: bool = True, holders: int = 1) -> int | None:
-        """Take and hold a place for `key`, so many times; None without room.
-
-        A lasting one can be found once it is `filled`, which releases it once; another is for
-        those that hold it.
-        """
+    def begin(self, key: Hashable) -> int | None:
+        """Take and hold a place for `key`; None without room. It can be found once `filled`."""
         assert not self.is_known(key), key
-        place = self._take(key, holders, is_lasting=is_lasting)
-        if place is not None and is_lasting:
+        place = self._take(key, 1, is_lasting=True)
+        if place is not None:
             self._filling[key] = place
         return place
+
+    def hold_or_begin(self, keys: Sequence[Hashable], lasting: int) -> tuple[list[int], list[int]]:
+        """Hold the places of `keys`, from the first on, as many as there is room for.
+
+        A block that is neither there nor on its way gets a place that is held twice, until it is
+        `filled` and by the caller. The first `lasting` of `keys` can be found then; what is behind
+        them is for those that hold it. Returns the places, and the indices of those that are new.
+        """
+        by_key, filling = self._by_key, self._filling
+        known = [by_key.get(key) for key in keys]
+        if filling:
+            pairs = zip(keys, known, strict=True)
+            known = [filling.get(key) if place is None else place for key, place in pairs]
+        # First of all, or its own copies would be what the others are given room by.
+        held = [place for place in known if place is not None]
+        self.hold(held)
+        if len(held) == len(keys):
+            return held, []
+        places: list[int] = []
+        begun: list[int] = []
+        for at, found in enumerate(known):
+            place = found
+            if place is None:
+                place = self._take(keys[at], 2, is_lasting=at < lasting)
+                if place is None:
+                    self.release(held[at - len(begun) :])
+                    break
+                if at < lasting:
+                    filling[keys[at]] = place
+                begun.append(at)
+            places.append(place)
+        return places, begun
 
     def filled(self, place: int) -> None:
         """What began is acknowledged, and is worth keeping unless it was lost or forgotten."""
@@ -267,12 +288,14 @@ class BlockTable:
         assert self._kept == kept, (self._kept, kept)
 
     def _take(self, key: Hashable, holders: int, *, is_lasting: bool) -> int | None:
-        if not self._unused:
-            if not self._idle:
-                return None
-            self._free(next(iter(self._idle)))
-        place = self._unused.pop()
-        self._dropped.discard(place)
+        if self._unused:
+            place = self._unused.pop()
+            self._dropped.discard(place)
+        elif self._idle:
+            place, _ = self._idle.popitem(last=False)
+            del self._by_key[self._places.pop(place).key]
+        else:
+            return None
         self._places[place] = _Place(key, holders, is_lasting)
         return place
 

@@ -38,3 +38,16 @@ class PagingCounts:
     evicted_requests: int = 0
     evicted_tokens: int = 0
     forced_preemptions: int = 0
+
+    def totals(self) -> dict[str, float]:
+        """What operators see, by the names of `operations.metrics`."""
+        return {
+            "evicted_requests": self.evicted_requests,
+            "evicted_tokens": self.evicted_tokens,
+            "forced_preemptions": self.forced_preemptions,
+            "restored_tokens": self.restored_tokens,
+            "prefix_queried_tokens": self.queried_tokens,
+            "prefix_hit_tokens": self.prefix_hit_tokens,
+            "unsaved_blocks": self.unsaved_blocks,
+            "lost_blocks": self.lost_blocks,
+        }

@@ -15,7 +15,7 @@ Source: vLLM's `get_num_skipped_tokens` of each cache manager; tests hold the tw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -97,8 +97,10 @@ class KvGroups(tuple[KvGroup, ...]):  # noqa: SLOT001 - cached properties need a
         """Indices of the blocks, by group, that a request needs to go on after so many tokens."""
         found = []
         for group, block_ids in zip(self, tables, strict=True):
-            # vLLM may compute the last token again.
-            first = group.first(tokens if group.is_state else max(0, tokens - 1))
+            first = 0
+            if group.skipped is not None:
+                # vLLM may compute the last token again.
+                first = group.first(tokens if group.is_state else max(0, tokens - 1))
             end = min(group.end(tokens), len(block_ids))
             while first < end and block_ids[first] == NULL_BLOCK:
                 first += 1
@@ -109,11 +111,15 @@ class KvGroups(tuple[KvGroup, ...]):  # noqa: SLOT001 - cached properties need a
         """After how many tokens, at most `most`, a request that had so many can go on."""
         total = min(most, tokens)
         for group, run in zip(self, runs, strict=True):
-            total = min(total, run.end * group.block_tokens)
+            total = min(total, (run.first + len(run.places)) * group.block_tokens)
+        if not self.loses_all:
+            return total
         if self.has_state and total < tokens:
             return 0
-        pairs = zip(self, runs, strict=True)
-        return total if all(run.first <= group.first(total) for group, run in pairs) else 0
+        for group, run in zip(self, runs, strict=True):
+            if run.first > group.first(total):
+                return 0
+        return total
 
     def longest(
         self, find: Callable[[int, range], list[int]], start: int, most: int
@@ -165,13 +171,13 @@ class BlockKeys:
         self._groups = groups
         self._hash_tokens = hash_tokens
 
-    def full(self, request: Any, index: int, blocks: range) -> Iterator[Hashable]:
+    def full(self, request: Any, index: int, blocks: range) -> Iterable[Hashable]:
         """Keys of full blocks of a group, or of as many as have one."""
         if self._hash_tokens is None:
             return ((request.request_id, at, index) for at in blocks)
         step = self._groups[index].block_tokens // self._hash_tokens
         hashes = request.block_hashes[(blocks.start + 1) * step - 1 : blocks.stop * step : step]
-        return ((each, index) for each in hashes) if index else iter(hashes)
+        return [(each, index) for each in hashes] if index else hashes
 
     def prefix(self, request: Any) -> tuple[int, list[Hashable]]:
         """Tokens that a request beginning with all of this one would find, and keys of them."""
@@ -185,9 +191,8 @@ class BlockKeys:
         group = self._groups[index]
         # A state is what that many tokens left, and is never finished.
         end = blocks.start if group.is_state else min(tokens // group.block_tokens, blocks.stop)
-        full = range(blocks.start, end)
-        keys = list(self.full(request, index, full))
-        if full.stop < blocks.stop and len(keys) == len(full):
+        keys = [*self.full(request, index, range(blocks.start, end))]
+        if end < blocks.stop and len(keys) == end - blocks.start:
             keys.append((request.request_id, TAIL, tokens, index))
         return keys
 

@@ -64,6 +64,7 @@ class KvPagingScheduler:
             another's blocks.
         hash_tokens: Tokens of one of `block_hashes`; divides those of each group's blocks.
         is_sharing: Whether requests may use each other's blocks.
+        plan_type: What a step's plan is made as, for an engine that passes on only its own.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class KvPagingScheduler:
         groups: KvGroups,
         hash_tokens: int,
         is_sharing: bool,
+        plan_type: type[PagingPlan] = PagingPlan,
     ) -> None:
         self.is_paging: Final = options.is_paging
         self.table: Final = BlockTable()
@@ -87,7 +89,8 @@ class KvPagingScheduler:
         self.keys: Final = BlockKeys(groups, hash_tokens if self.has_tier else None)
         self.is_load_async: Final = options.load is LoadMode.ASYNC
         self._max_loading_blocks = options.max_loading_blocks
-        self._plan = PagingPlan()
+        self._plan_type = plan_type
+        self._plan = plan_type()
         self._saved: dict[str, _Saved] = {}
         # What was last answered about a request.
         self._matches: dict[str, list[BlockRun]] = {}
@@ -145,32 +148,34 @@ class KvPagingScheduler:
             self.keys.upto(request, index, blocks, computed_tokens)
             for index, blocks in enumerate(wanted)
         ]
-        needed = sum(map(len, keys))
-        # Its own clean copies must not be what the others are given room by.
-        is_short = needed > self.table.unused
-        clean = self.table.present(chain.from_iterable(keys)) if is_short else []
-        self.table.hold(clean)
-        parts: set[int] = set()
-        runs = [BlockRun(blocks.start, []) for blocks in wanted]
         # Without full attention alone, a part is of no use.
-        if not self.groups.loses_all or needed - len(clean) <= self.table.room:
-            for group, run, names, ids in zip(self.groups, runs, keys, block_ids, strict=True):
-                full = 0 if group.is_state else computed_tokens // group.block_tokens
-                swapped = ids[run.first : run.first + len(names)]
+        loses_all, clean = self.groups.loses_all, []
+        if loses_all:
+            clean = self.table.present(chain.from_iterable(keys))
+            self.table.hold(clean)
+        is_useful = not loses_all or sum(map(len, keys)) - len(clean) <= self.table.room
+        parts: set[int] = set()
+        runs: list[BlockRun] = []
+        kept = 0
+        for group, blocks, names, ids in zip(self.groups, wanted, keys, block_ids, strict=True):
+            places: list[int] = []
+            if is_useful:
+                first = blocks.start
+                full = 0 if group.is_state else computed_tokens // group.block_tokens - first
+                swapped = ids[first : first + len(names)]
                 if frees_later and self._saves is not None:
-                    places, awaited, count = self._saves.swap(
-                        names, swapped, full - run.first, self._plan
-                    )
+                    places, awaited, count = self._saves.swap(names, swapped, full, self._plan)
                     parts |= awaited
                 else:
-                    places, count = self._swap_now(names, swapped, full - run.first)
-                run.places.extend(places)
+                    places, count = self._swap_now(names, swapped, full)
+                kept += len(places)
                 self.counts.saved_blocks += count
                 self.counts.clean_blocks += len(places) - count
+            runs.append(BlockRun(blocks.start, places))
         self.table.release(clean)
-        self.counts.unsaved_blocks += sum(map(len, wanted)) - sum(len(run.places) for run in runs)
+        self.counts.unsaved_blocks += sum(map(len, wanted)) - kept
         self._saved[request.request_id] = _Saved(runs, computed_tokens, parts)
-        return self.saved_tokens(request.request_id)
+        return self.groups.reach(runs, computed_tokens, computed_tokens)
 
     def _swap_now(
         self, keys: Sequence[Hashable], block_ids: Sequence[int], full: int
@@ -178,6 +183,9 @@ class KvPagingScheduler:
         """As `AsyncPageOut.swap`, at the start of the next step, which may overwrite them."""
         places: list[int] = []
         count = 0
+        # Its own clean copies must not be what the others are given room by.
+        clean = self.table.present(keys)
+        self.table.hold(clean)
         for at, (key, block_id) in enumerate(zip(keys, block_ids, strict=True)):
             put = self.table.put(key, is_lasting=at < full)
             if put is None:
@@ -187,6 +195,7 @@ class KvPagingScheduler:
             if is_new:
                 self._page_out(place, block_id)
                 count += 1
+        self.table.release(clean)
         return places, count
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
@@ -206,7 +215,7 @@ class KvPagingScheduler:
             return 0, False
         if self.is_load_async and self._loading:
             under_way = sum(map(len, self._loading.values()))
-            coming = sum(len(run.places) for run in runs)
+            coming = sum([len(run.places) for run in runs])
             if under_way + coming > self._max_loading_blocks:
                 return None, False
         self._matches[request.request_id] = runs
@@ -222,15 +231,19 @@ class KvPagingScheduler:
         self.failed_loads.discard(request_id)
         if saved is None and self.has_tier and not request.num_computed_tokens:
             self.counts.queried_tokens += request.num_tokens
+        places: list[int] = []
         if external_tokens:
             assert runs is not None, f"a load for {request_id} that was not matched"
-            self._load(request_id, runs, block_ids)
+            places = self._load(request_id, runs, block_ids)
             if saved is not None:
                 self.counts.restored_tokens += external_tokens
             else:
                 self.counts.prefix_hit_tokens += external_tokens
-        if saved is not None:
-            self.table.release(saved.places)
+        # A load holds what it reads, which mostly is what was held for the request.
+        held = [] if saved is None else list(saved.places)
+        if places != held:
+            self.table.hold(places)
+            self.table.release(held)
 
     def finished(
         self, request: Any, block_ids: Sequence[Sequence[int]], computed_tokens: int
@@ -294,7 +307,7 @@ class KvPagingScheduler:
 
     def take_plan(self) -> PagingPlan:
         """The step's plan; the next one's begins empty."""
-        plan, self._plan = self._plan, PagingPlan()
+        plan, self._plan = self._plan, self._plan_type()
         if self._saves is not None:
             self._saves.plan_taken()
         plan.drops = self.table.take_dropped()
@@ -304,17 +317,7 @@ class KvPagingScheduler:
 
     def totals(self) -> dict[str, float]:
         """What is counted here, by the names of `operations.metrics`."""
-        counts = self.counts
-        return {
-            "evicted_requests": counts.evicted_requests,
-            "evicted_tokens": counts.evicted_tokens,
-            "forced_preemptions": counts.forced_preemptions,
-            "restored_tokens": counts.restored_tokens,
-            "prefix_queried_tokens": counts.queried_tokens,
-            "prefix_hit_tokens": counts.prefix_hit_tokens,
-            "unsaved_blocks": counts.unsaved_blocks,
-            "lost_blocks": counts.lost_blocks,
-        }
+        return self.counts.totals()
 
     # --- What the workers say -------------------------------------------------------------
 
@@ -438,7 +441,8 @@ class KvPagingScheduler:
 
     def _load(
         self, request_id: str, runs: Sequence[BlockRun], block_ids: Sequence[Sequence[int]]
-    ) -> None:
+    ) -> list[int]:
+        """Have blocks filled from these places, which are to be held."""
         places: list[int] = []
         blocks: list[int] = []
         for run, ids in zip(runs, block_ids, strict=True):
@@ -446,7 +450,6 @@ class KvPagingScheduler:
             blocks += ids[run.first : run.end]
         assert len(blocks) == len(places), (request_id, runs, block_ids)
         assert NULL_BLOCK not in blocks, (request_id, runs, block_ids)
-        self.table.hold(places)
         if self.is_load_async:
             self._loading[request_id] = places
             self._plan.async_loads[request_id] = (places, blocks)
@@ -454,6 +457,7 @@ class KvPagingScheduler:
             self._until_taken += places
             self._plan.in_places += places
             self._plan.in_blocks += blocks
+        return places
 
     def _cache(
         self, request: Any, index: int, block_ids: Sequence[int], blocks: range

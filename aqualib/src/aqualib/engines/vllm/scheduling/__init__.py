@@ -8,5 +8,6 @@ Each is the base of the next:
     EvictionScheduler     requests that an operator evicts
     AquaScheduler         fair time slices                                (`vllm.scheduler`)
 
-The base of the first is vLLM's own `Scheduler`.
+The base of the first is vLLM's own `Scheduler`. What the fair policy sees of requests is in
+`request_views`.
 """
