@@ -246,7 +246,7 @@ class FairPolicy:
         if engine.running_count:
             tokens = self._backlog_tokens + engine.running_count * self._horizon_steps
             free_blocks -= -(-tokens // self._block_tokens)
-            if free_blocks < 0 or free_slots < 1:
+            if free_blocks < 1 or free_slots < 1:
                 return KEEP_ALL
         chosen = self._time_slice(free_blocks, free_slots, is_empty=not engine.running_count)
         self._choose(chosen, engine, (), self._backlog_tokens)
@@ -346,7 +346,7 @@ class FairPolicy:
             if modes[request.request_id] is PreemptionMode.RECOMPUTE:
                 self._recompute_tokens -= request.computed_tokens
         self._preempting.update(modes)
-        return tuple([Preemption(*each) for each in modes.items()])
+        return tuple(map(Preemption._make, modes.items()))
 
     def _time_slice(self, free_blocks: int, free_slots: int, *, is_empty: bool) -> TimeSlice:
         return TimeSlice(

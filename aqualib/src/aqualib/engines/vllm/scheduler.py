@@ -264,8 +264,10 @@ class AquaScheduler(EvictionScheduler):
 
     def _block_ids(self, name: str) -> list[list[int]]:
         """A request's table of each group."""
-        tables = [each.req_to_blocks.get(name, ()) for each in self._managers]
-        return [[block.block_id for block in table] for table in tables]
+        return [
+            [block.block_id for block in each.req_to_blocks.get(name, ())]
+            for each in self._managers
+        ]
 
     def _note_preemption(self, request: Any, saved_tokens: int = 0) -> None:
         """A request holds no memory any more; tell the policy of its class."""

@@ -115,15 +115,18 @@ class AsyncPageOut:
         """
         found, begun = self._table.hold_or_begin(keys, full)
         part_of = self._part_of
-        awaited = {part_of[place] for place in found if place in part_of} if part_of else set()
-        for number in awaited:
-            part = self._parts[number]
-            if not part.is_urgent:
-                part.is_urgent = True
-                plan.urgent_saves.append(number)
-        places, blocks = [found[at] for at in begun], [block_ids[at] for at in begun]
-        awaited |= self._begin(places, blocks, plan, is_urgent=True)
-        return found, awaited, len(places)
+        awaited: set[int] = set()
+        if len(begun) < len(found):
+            awaited = {part_of[place] for place in found if place in part_of}
+            for number in awaited:
+                part = self._parts[number]
+                if not part.is_urgent:
+                    part.is_urgent = True
+                    plan.urgent_saves.append(number)
+        if begun:
+            places, blocks = [found[at] for at in begun], [block_ids[at] for at in begun]
+            awaited |= self._begin(places, blocks, plan, is_urgent=True)
+        return found, awaited, len(begun)
 
     def is_done(self, parts: Collection[int]) -> bool:
         """Whether these are acknowledged."""

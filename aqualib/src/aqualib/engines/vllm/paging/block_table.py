@@ -195,9 +195,9 @@ class BlockTable:
         `filled` and by the caller. The first `lasting` of `keys` can be found then; what is behind
         them is for those that hold it. Returns the places, and the indices of those that are new.
         """
-        by_key, filling = self._by_key, self._filling
-        known = [by_key.get(key) for key in keys]
-        if filling:
+        filling = self._filling
+        known = list(map(self._by_key.get, keys))
+        if not filling.keys().isdisjoint(keys):
             pairs = zip(keys, known, strict=True)
             known = [filling.get(key) if place is None else place for key, place in pairs]
         # First of all, or its own copies would be what the others are given room by.
@@ -291,12 +291,14 @@ class BlockTable:
         if self._unused:
             place = self._unused.pop()
             self._dropped.discard(place)
+            self._places[place] = _Place(key, holders, is_lasting)
         elif self._idle:
             place, _ = self._idle.popitem(last=False)
-            del self._by_key[self._places.pop(place).key]
+            entry = self._places[place] = self._places.pop(place)
+            del self._by_key[entry.key]
+            entry.key, entry.holders, entry.is_lasting = key, holders, is_lasting
         else:
             return None
-        self._places[place] = _Place(key, holders, is_lasting)
         return place
 
     def _free(self, place: int) -> None:

@@ -97,11 +97,10 @@ class KvGroups(tuple[KvGroup, ...]):  # noqa: SLOT001 - cached properties need a
         """Indices of the blocks, by group, that a request needs to go on after so many tokens."""
         found = []
         for group, block_ids in zip(self, tables, strict=True):
-            first = 0
+            first, end = 0, min(-(-tokens // group.block_tokens), len(block_ids))
             if group.skipped is not None:
                 # vLLM may compute the last token again.
                 first = group.first(tokens if group.is_state else max(0, tokens - 1))
-            end = min(group.end(tokens), len(block_ids))
             while first < end and block_ids[first] == NULL_BLOCK:
                 first += 1
             found.append(range(first, end))

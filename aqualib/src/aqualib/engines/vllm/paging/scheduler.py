@@ -148,32 +148,29 @@ class KvPagingScheduler:
             self.keys.upto(request, index, blocks, computed_tokens)
             for index, blocks in enumerate(wanted)
         ]
-        # Without full attention alone, a part is of no use.
-        loses_all, clean = self.groups.loses_all, []
-        if loses_all:
+        clean: list[int] = []
+        if self.groups.loses_all:
             clean = self.table.present(chain.from_iterable(keys))
             self.table.hold(clean)
-        is_useful = not loses_all or sum(map(len, keys)) - len(clean) <= self.table.room
+            if sum(map(len, keys)) - len(clean) > self.table.room:
+                keys = [[] for _ in keys]  # A part is of no use.
+        counts = self.counts
         parts: set[int] = set()
         runs: list[BlockRun] = []
-        kept = 0
         for group, blocks, names, ids in zip(self.groups, wanted, keys, block_ids, strict=True):
-            places: list[int] = []
-            if is_useful:
-                first = blocks.start
-                full = 0 if group.is_state else computed_tokens // group.block_tokens - first
-                swapped = ids[first : first + len(names)]
-                if frees_later and self._saves is not None:
-                    places, awaited, count = self._saves.swap(names, swapped, full, self._plan)
-                    parts |= awaited
-                else:
-                    places, count = self._swap_now(names, swapped, full)
-                kept += len(places)
-                self.counts.saved_blocks += count
-                self.counts.clean_blocks += len(places) - count
-            runs.append(BlockRun(blocks.start, places))
+            first = blocks.start
+            full = 0 if group.is_state else computed_tokens // group.block_tokens - first
+            swapped = ids[first : first + len(names)]
+            if frees_later and self._saves is not None:
+                places, awaited, count = self._saves.swap(names, swapped, full, self._plan)
+                parts |= awaited
+            else:
+                places, count = self._swap_now(names, swapped, full)
+            counts.saved_blocks += count
+            counts.clean_blocks += len(places) - count
+            counts.unsaved_blocks += len(blocks) - len(places)
+            runs.append(BlockRun(first, places))
         self.table.release(clean)
-        self.counts.unsaved_blocks += sum(map(len, wanted)) - kept
         self._saved[request.request_id] = _Saved(runs, computed_tokens, parts)
         return self.groups.reach(runs, computed_tokens, computed_tokens)
 
