@@ -50,13 +50,12 @@ class KvGroup:
         """Index of the first block that is read after so many tokens."""
         return 0 if self.skipped is None else self.skipped(tokens) // self.block_tokens
 
-    def end(self, tokens: int) -> int:
-        """Count of blocks that so many tokens reach into."""
-        return -(-tokens // self.block_tokens)
-
     def read(self, start: int, tokens: int) -> range:
         """Indices of blocks that are read after so many tokens and do not end by `start`."""
-        return range(max(start // self.block_tokens, self.first(tokens)), self.end(tokens))
+        first = start // self.block_tokens
+        if self.skipped is not None:
+            first = max(first, self.first(tokens))
+        return range(first, -(-tokens // self.block_tokens))
 
 
 class BlockRun(NamedTuple):
