@@ -168,10 +168,11 @@ class AquaScheduler(EvictionScheduler):
             self._checkpoint(paging)
         self._remaining_blocks.clear()
         self._step_started_s = time.perf_counter()
+        known_count = len(self.running)
         output = super().schedule(*args, **kwargs)
         loading_count = 0 if paging is None else len(paging.loading_ids())
         if len(self.running) + loading_count != len(self._holding):
-            self._note_admissions()
+            self._note_admissions(known_count)
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -349,14 +350,14 @@ class AquaScheduler(EvictionScheduler):
         growth: int = -(-len(self._holding) * READING_STEPS // self._growing_tokens)
         return free_blocks + self.paging.freeing_blocks - growth
 
-    def _note_admissions(self) -> None:
-        """Tell the policy what was admitted, and keep decodes before prompts (section 7)."""
+    def _note_admissions(self, known_count: int) -> None:
+        """Tell the policy what was admitted, and keep decodes before prompts (section 7).
+
+        vLLM puts those that it admits behind the `known_count` that ran before the step; where it
+        preempts some of these itself, it admits none.
+        """
         holding, running = self._holding, self.running
-        # vLLM puts them behind those that it had.
-        count = next(
-            (at for at, r in enumerate(reversed(running)) if r.request_id in holding), len(running)
-        )
-        entered = [r.request_id for r in running[len(running) - count :]]
+        entered = [r.request_id for r in running[known_count:] if r.request_id not in holding]
         if self.paging is not None:
             entered += [name for name in self.paging.loading_ids() if name not in holding]
         for name in entered:
