@@ -136,7 +136,9 @@ class Engine:
         if worker is None:
             return {}
         return {
-            "blocks": dict(worker.paged_blocks),
+            "blocks": {
+                way: nbytes // worker.block_bytes for way, nbytes in worker.paged_bytes.items()
+            },
             "seconds": dict(worker.paging_s),
             "failures": dict(worker.failures),
             "location": str(worker.location()),

@@ -24,6 +24,7 @@ from aqualib.blocks import BlockStore
 from aqualib.engines.vllm.lending.cuda_memory import CudaKvMemory
 from aqualib.engines.vllm.paging import rows, side_stream
 from aqualib.engines.vllm.paging.side_stream import SideStream
+from aqualib.engines.vllm.paging.worker import KvPagingWorker
 from aqualib.leasing.client import LeaseClient
 from aqualib.memory import migration_policy, migrator
 from aqualib.memory.frame_store import FrameStore
@@ -31,6 +32,7 @@ from aqualib.memory.transfers import CopyStream
 from aqualib.producer import producer
 from aqualib.topology import Topology
 from aqualib.transports import cuda_copier, cuda_driver
+from aqualib.transports.base import Copier
 from aqualib.transports.cuda_abi import ATTRIBUTE_RDMA
 from aqualib.transports.cuda_buffers import StagingBuffer, StagingPool
 from aqualib.transports.cuda_copier import CudaCopier, CudaSide
@@ -38,6 +40,7 @@ from aqualib.transports.cuda_driver import CudaDevice
 from aqualib.transports.cuda_stream import CudaEvent, CudaStream
 from aqualib.transports.gpu_thresholds import CopyThresholds
 from harness import gpu_failure_scenarios as failures
+from harness import gpu_layer_scenarios as layer_scenarios
 from harness import gpu_scenarios as scenarios
 from harness import producers
 
@@ -186,6 +189,26 @@ MENDS: Final = (
         ((rows, "cuda_rows", lambda _: None),),
         defect=16,
         is_met_by_walks=True,
+    ),
+    Mend(
+        "a layer is launched before its blocks are there",
+        layer_scenarios.a_step_reads_its_layers_as_they_come,
+        ((KvPagingWorker, "await_layer", lambda *_: None),),
+    ),
+    Mend(
+        "a layer waits for the blocks of the first layers",
+        layer_scenarios.a_step_reads_its_layers_as_they_come,
+        (changed(KvPagingWorker, "await_layer", " if there >= end", ""),),
+    ),
+    Mend(
+        "blocks that the step writes to come late",
+        layer_scenarios.a_step_writes_before_it_asks_for_a_layer,
+        (changed(KvPagingWorker, "page_in", "set(plan.written_blocks)", "set()"),),
+    ),
+    Mend(
+        "a column takes a submission for each slab that it is in",
+        layer_scenarios.columns_go_by_two_submissions,
+        ((CudaCopier, "batched", Copier.batched),),
     ),
     Mend(
         "the background waits for the engine's default stream",

@@ -354,8 +354,8 @@ def zero_loads(worker: Any) -> None:  # noqa: ANN401 - a KvPagingWorker
     """Have what is paged in be zeroes from now on."""
     page_in = worker.store.page_in
 
-    def page_in_nothing(slots: Any, rows: Any) -> Any:  # noqa: ANN401 - tensors, a transfer
-        transfer = page_in(slots, rows)
+    def page_in_nothing(slots: Any, rows: Any, **how: Any) -> Any:  # noqa: ANN401 - tensors, a transfer
+        transfer = page_in(slots, rows, **how)
         rows.zero_()
         return transfer
 
@@ -447,7 +447,9 @@ def _figures(engine: Any, worker: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM
     if worker is not None:
         stats = worker.aqua.stats()
         figures |= {
-            "paged_blocks": dict(worker.paged_blocks),
+            "paged_blocks": {
+                way: nbytes // worker.block_bytes for way, nbytes in worker.paged_bytes.items()
+            },
             "failures": dict(worker.failures),
             "location": worker.location().value,
             "leased_bytes": stats.leased_bytes,

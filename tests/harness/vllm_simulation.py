@@ -204,6 +204,7 @@ class Runner:
         self._loading: dict[str, tuple[list[int], list[int]]] = {}
         self._saving: dict[int, tuple[list[int], list[int]]] = {}
         self._unacknowledged: dict[int, int] = {}
+        self._late: set[int] = set()
         self._step = 0
         self._taken = 0
         self._drafts: dict[str, list[int]] = {}
@@ -227,6 +228,7 @@ class Runner:
         invalid: set[int] = set()
         lost: set[int] = set()
         self._load(plan.in_places, plan.in_blocks, invalid, lost)
+        self._late = set(plan.in_blocks) - set(plan.written_blocks)
         for name, job in plan.async_loads.items():
             self._loading[name] = job
         names = list(output.num_scheduled_tokens)
@@ -363,6 +365,7 @@ class Runner:
         blocks = state.blocks[group]
         if index < len(blocks):
             assert blocks[index] != NULL_BLOCK, "what is computed has no block"
+            assert blocks[index] not in self._late, "what comes layer by layer is written to"
             self._cache[blocks[index]][slot] = value
 
     # --- The store ------------------------------------------------------------------------

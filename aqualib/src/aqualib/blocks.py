@@ -125,6 +125,11 @@ class BlockStore:
         )
 
     @property
+    def is_checking(self) -> bool:
+        """Whether what comes back is compared with checksums, which whole blocks have."""
+        return self._sums is not None
+
+    @property
     def used_count(self) -> int:
         """Blocks in the store."""
         return self._used_count
@@ -184,7 +189,12 @@ class BlockStore:
         return PagedOut(slots, transfer)
 
     def page_in(
-        self, slots: torch.Tensor, dst: torch.Tensor, index: torch.Tensor | None = None
+        self,
+        slots: torch.Tensor,
+        dst: torch.Tensor,
+        index: torch.Tensor | None = None,
+        *,
+        columns: Range | None = None,
     ) -> Transfer:
         """Copy blocks into rows of `dst`; asynchronous until the transfer is waited for.
 
@@ -192,16 +202,20 @@ class BlockStore:
             slots: From `page_out`, in any order, shape (n,), on the CPU.
             dst: Shape (num_rows, ...), each row dense and `block_bytes` large, on any device.
             index: Which rows, int64, shape (n,), distinct, on the CPU; by default the first n.
+            columns: These bytes of each block alone, into `dst` of uint8, contiguous, shape
+                (n, columns.size), without an index. They have no checksum.
 
         Raises:
-            ValueError: A slot that is not in use, rows of another size, or an index that does not
-                fit; nothing was copied.
+            ValueError: A slot that is not in use, rows of another size, an index that does not fit,
+                or columns where checksums are compared; nothing was copied.
             DataLostError: Some blocks cannot be read any more; `details["slots"]` names them. Rows
                 of `dst` may have been overwritten.
             ChecksumMismatchError: Raised by `wait`: some blocks are not what was stored.
             TransportError: A copy failed.
         """
         wanted = self._checked_slots(slots)
+        if columns is not None:
+            return self._page_in_columns(wanted, dst, columns)
         first, count = self._chosen(dst, index)
         if count < len(wanted):
             raise ValueError(f"{len(wanted)} blocks do not fit into the rows given")
@@ -212,7 +226,8 @@ class BlockStore:
                     frame, part = run
                     stream.read(frame, part, dst, first * self.block_bytes)
                 elif index is None:
-                    self._page_in_order(stream, wanted, self._rows(dst)[: len(wanted)])
+                    rows = self._rows(dst)[: len(wanted)]
+                    self._page_in_order(stream, wanted, rows, Range(0, self.block_bytes))
                 else:
                     self._page_in_scattered(stream, wanted, self._rows(dst), index)
             except DataLostError as error:
@@ -222,8 +237,9 @@ class BlockStore:
             self._check(wanted, dst[: len(wanted)] if index is None else dst, index)
 
         nbytes = len(wanted) * self.block_bytes
-        is_checking = self._sums is not None
-        return self._transfers.start(Direction.IN, nbytes, copy, check if is_checking else None)
+        return self._transfers.start(
+            Direction.IN, nbytes, copy, check if self.is_checking else None
+        )
 
     def free(self, slots: torch.Tensor) -> None:
         """Give blocks up; their slots may come back from the next `page_out`.
@@ -309,8 +325,27 @@ class BlockStore:
             del table
             at += run.size
 
+    def _page_in_columns(
+        self, slots: Int64[np.ndarray, " n"], dst: torch.Tensor, columns: Range
+    ) -> Transfer:
+        if self.is_checking or dst.shape != (len(slots), columns.size):
+            raise ValueError(f"{columns} of {len(slots)} blocks do not go into {tuple(dst.shape)}")
+
+        def copy(stream: CopyStream) -> None:
+            try:
+                with stream.copier.batched():  # One submission, however many frames they are in.
+                    self._page_in_order(stream, slots, dst, columns)
+            except DataLostError as error:
+                raise self._lost(slots, error) from error
+
+        return self._transfers.start(Direction.IN, dst.nbytes, copy)
+
     def _page_in_order(
-        self, stream: CopyStream, slots: Int64[np.ndarray, " n"], rows: torch.Tensor
+        self,
+        stream: CopyStream,
+        slots: Int64[np.ndarray, " n"],
+        rows: torch.Tensor,
+        columns: Range,
     ) -> None:
         """Fill consecutive rows: each stretch within one frame is one copy or one gather."""
         for first, last in frame_runs(slots // self._per_frame):
@@ -318,6 +353,7 @@ class BlockStore:
             within = slots[first:last] % self._per_frame
             low, high = int(within.min()), int(within.max())
             table = self._table(stream, frame, Range(low, high - low + 1), writes=False)
+            table = table[:, columns.start : columns.end]
             stream.copier.gather(rows[first:last], table, torch.from_numpy(within - low))
             del table
 

@@ -36,6 +36,7 @@ def paging(gpu: GpuAtHand) -> Outcome:
     table = outcome.table(
         "Paging a KV cache to pinned memory, GB/s",
         *("layers", "blocks", "a block", "out", "of torch's", "in", "of torch's"),
+        *("by layers", "first layer after"),
     )
     blocks = 8 if gpu.is_stand_in else PAGED_BLOCKS
     for layers in LAYERS:
@@ -50,21 +51,34 @@ def paging(gpu: GpuAtHand) -> Outcome:
         slab_bytes = gpu.slab_bytes
         slabs = 2 * blocks * block_bytes // slab_bytes + 16
         with consuming(slabs, slab_bytes, transport=transport) as aqua:
-            worker = KvPagingWorker(caches, aqua, blocks)
+            ends = {str(n): (n + 1) * BLOCK_ROW_BYTES for n in range(count)}
+            worker = KvPagingWorker(caches, aqua, blocks, ends)
             chosen = runs_at_random(2 * blocks, 1, blocks).tolist()
             places = list(range(len(chosen)))
             out = PagingPlan(out_places=places, out_blocks=chosen)
             back = PagingPlan(in_places=places, in_blocks=chosen)
             moved = len(chosen) * block_bytes
+            firsts: list[float] = []
 
             def go_in(worker: KvPagingWorker = worker, back: PagingPlan = back) -> None:
                 worker.page_in(back)
                 torch.cuda.synchronize(gpu.device)
 
+            def go_in_by_layers(
+                worker: KvPagingWorker = worker,
+                back: PagingPlan = back,
+                firsts: list[float] = firsts,
+            ) -> None:
+                worker.page_in(back, is_layer_wise=True)
+                firsts.append(milliseconds(lambda: worker.await_layer("0")))
+                worker.take_failed_blocks()
+
             def go_out(worker: KvPagingWorker = worker, out: PagingPlan = out) -> None:
                 worker.page_out(out)
 
             out_ms, in_ms = durations(go_out, gpu.rounds), durations(go_in, gpu.rounds)
+            by_layers_ms = durations(go_in_by_layers, gpu.rounds)
+            first = Figure.of(firsts[1:]).median / by_layers_ms.median
             are_whole = all(bool((c == n % 250 + 1).all()) for n, c in enumerate(caches))
             outcome.check(f"{layers} layers: blocks are what they were", are_whole, "all compared")
             worker.close()
@@ -76,7 +90,12 @@ def paging(gpu: GpuAtHand) -> Outcome:
         table.add(
             *(layers, len(chosen), format_bytes(block_bytes)),
             *(digits(rates[0]), f"{ratios[0]:.2f}", digits(rates[1]), f"{ratios[1]:.2f}"),
+            *(digits(moved / by_layers_ms.median / 1e6), f"{first:.0%}"),
         )
+        outcome.figures[f"paging {layers} layers by layers ratio"] = (
+            in_ms.median / by_layers_ms.median
+        )
+        outcome.figures[f"paging {layers} layers first share"] = first
         outcome.figures[f"paging {layers} layers out ratio"] = ratios[0]
         outcome.figures[f"paging {layers} layers in ratio"] = ratios[1]
     return outcome

@@ -161,6 +161,7 @@ class World:
             self.places.pop(self.rng.choice(sorted(self.places)))
         failed: set[int] = set()
         self.load(plan.in_places, plan.in_blocks, report, failed)
+        self.check_written(plan)
         for name, job in plan.async_loads.items():
             assert name in self.loading
             self.loading[name] = job
@@ -174,6 +175,15 @@ class World:
                     self.lost += 1
         if report.lost_places:
             self.paging.note(report)
+
+    def check_written(self, plan: PagingPlan) -> None:
+        """Blocks come late that the step does not write to, and no others."""
+        written = set(plan.written_blocks)
+        for request in self.requests.values():
+            full = request.computed // BLOCK
+            assert written.isdisjoint(request.blocks[:full]), "the step does not write to it"
+            late = set(request.blocks[full:]) & set(plan.in_blocks) - written
+            assert not late, "the step writes to what may come late"
 
     def load(
         self, places: list[int], blocks: list[int], report: WorkerReport, failed: set[int]

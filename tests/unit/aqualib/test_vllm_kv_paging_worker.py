@@ -51,7 +51,7 @@ def test_blocks_come_back_into_other_blocks() -> None:
             assert torch.equal(layer[6], was[9])
             assert not layer[0].any()
         assert worker.take_failed_blocks() == set()
-        assert worker.paged_blocks == {"out": 3, "in": 3}
+        assert worker.paged_bytes == dict.fromkeys(("out", "in"), 3 * worker.block_bytes)
         assert worker.step_wait_s >= sum(worker.paging_s.values()) > 0, "the steps waited for all"
 
 
@@ -225,7 +225,7 @@ def test_a_load_beside_the_model_that_has_no_memory_is_computed_again(
 
 
 def _raising(error: Exception) -> Callable[..., None]:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
     return fail
@@ -256,7 +256,7 @@ def test_page_outs_beside_the_model_are_there_when_they_are_acknowledged() -> No
             layer.zero_()
         worker.page_in(PagingPlan(in_places=[3], in_blocks=[2]))
         assert torch.equal(layers[1][2], wanted)
-        assert worker.paged_blocks == {"out": 2, "in": 1}
+        assert worker.paged_bytes == {"out": 2 * worker.block_bytes, "in": worker.block_bytes}
 
 
 @pytest.mark.parametrize("error", [TransportError("no link"), RuntimeError("no device")])

@@ -219,6 +219,14 @@ class Copier(Protocol):
         """
 
     @contextmanager
+    def batched(self) -> Iterator[None]:
+        """Submit gathers and scatters of the block together where that can be, at its end.
+
+        They must not touch each other's rows; a fence in the block submits what there is.
+        """
+        yield
+
+    @contextmanager
     def scratch(self, nbytes: int) -> Iterator[torch.Tensor]:
         """Some memory on this side's device, shape (nbytes,), uint8, for copies within the block.
 

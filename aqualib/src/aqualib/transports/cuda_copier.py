@@ -79,6 +79,8 @@ class CudaCopier(Copier):
         self._stream = gpu.make_stream(is_background=is_background)
         self._as_torch = torch.cuda.ExternalStream(self._stream.handle, device)  # type: ignore[no-untyped-call] # torch's
         self._in_flight: list[torch.Tensor] = []
+        # Destinations, sources and sizes that wait for the end of a batch; None outside of one.
+        self._batch: list[tuple[Words, Words, Words]] | None = None
         self._host = HostCopier()
 
     @override
@@ -116,12 +118,23 @@ class CudaCopier(Copier):
 
     @override
     @contextlib.contextmanager
+    def batched(self) -> Iterator[None]:
+        self._batch = []
+        try:
+            yield
+            self._submit_batch()
+        finally:
+            self._batch = None
+
+    @override
+    @contextlib.contextmanager
     def scratch(self, nbytes: int) -> Iterator[torch.Tensor]:
         with self._gpu.staging.buffer(self._stream) as buffer:
             yield buffer.rows[:nbytes]
 
     @override
     def fence(self) -> None:
+        self._submit_batch()
         self._stream.synchronize()
         self._in_flight.clear()
 
@@ -155,6 +168,12 @@ class CudaCopier(Copier):
                     torch.index_select(table, 0, where, out=stage)
                     packed[rows_of_stage].copy_(stage, non_blocking=True)
 
+    def _submit_batch(self) -> None:
+        if self._batch:
+            dsts, srcs, sizes = (np.concatenate(words) for words in zip(*self._batch, strict=True))
+            self._batch.clear()
+            self._gpu.copy_batch(dsts, srcs, sizes, self._stream.handle)
+
     def _goes_by_staging(self, packed: torch.Tensor, table: torch.Tensor, runs: RowRuns) -> bool:
         """Whether the rows are short and a kernel of this GPU can gather or scatter them."""
         limits = self._gpu.thresholds
@@ -175,7 +194,10 @@ class CudaCopier(Copier):
             in_table = _addresses(table, runs.table_rows, table.stride(0) * table.element_size())
             sizes = (runs.counts * row_bytes).astype(np.uint64)
             dsts, srcs = (in_table, in_packed) if into_table else (in_packed, in_table)
-            self._gpu.copy_batch(dsts, srcs, sizes, self._stream.handle)
+            if self._batch is None:
+                self._gpu.copy_batch(dsts, srcs, sizes, self._stream.handle)
+            else:
+                self._batch.append((dsts, srcs, sizes))
             return
         # Pageable memory and rows that are not one stretch of bytes: torch knows how.
         with on_stream(self._as_torch):

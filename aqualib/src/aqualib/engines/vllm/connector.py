@@ -4,12 +4,13 @@ vLLM makes one connector in the scheduler's process and one in each worker; the 
 class and nothing else. This module only translates: what it is asked, by vLLM's names, into calls
 of `KvPagingScheduler` and `KvPagingWorker`, which know nothing of vLLM.
 
-Before each layer vLLM asks for what that layer reads; here that is a safepoint (`safepoints`), for
-loads are done by then.
+Before each layer vLLM asks for what that layer reads: that is a safepoint (`safepoints`), and where
+a load within the step is waited for, layer by layer. A full CUDA graph asks for nothing when it is
+replayed, so what such a step reads is there before it begins.
 
 Page-outs run, or begin, in `handle_preemptions`, which vLLM calls at the start of every step,
-before blocks that were freed are written again. Synchronous page-ins run in `start_load_kv`, before
-the model.
+before blocks that were freed are written again. Synchronous page-ins begin in `start_load_kv`,
+before the model, and have ended when vLLM asks what has failed, after it.
 
 Models whose layers keep different things have several groups of blocks (`kv_groups`), which vLLM
 gives them because this connector says that it can page them (`SupportsHMA`).
@@ -48,7 +49,7 @@ from aqualib.engines.vllm.paging.engine_checks import load_mode, require_attenti
 from aqualib.engines.vllm.paging.kv_groups import kv_groups
 from aqualib.engines.vllm.paging.pins import PinRequest, Prefix, PrefixPinTable
 from aqualib.engines.vllm.paging.plan import PagingPlan, WorkerReport
-from aqualib.engines.vllm.paging.rows import block_rows
+from aqualib.engines.vllm.paging.rows import by_layers
 from aqualib.engines.vllm.paging.scheduler import KvPagingScheduler
 from aqualib.engines.vllm.paging.store_size import store_size
 from aqualib.engines.vllm.paging.tier_events import TierEvents, as_vllm_events
@@ -201,7 +202,7 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         self._safepoints = Safepoints(self._parallel.rank, self._parallel.world_size, device)
         if not self.options.is_paging:
             return
-        rows = block_rows(kv_caches.values(), self._block_count)
+        rows, layer_ends = by_layers(kv_caches, self._block_count)
         block_bytes = sum(row.shape[1] for row in rows)
         parallel = self._parallel
         size = store_size(
@@ -224,7 +225,7 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
             # Graphs are captured when the KV cache is there, and only on GPUs.
             leases_from_first_step=rows[0].is_cuda,
         )
-        self.paging_worker = KvPagingWorker(rows, aqua, size.capacity_blocks)
+        self.paging_worker = KvPagingWorker(rows, aqua, size.capacity_blocks, layer_ends)
         logger.info(
             "KV blocks of %s page into room for %d of them (%s)",
             format_bytes(block_bytes),
@@ -241,19 +242,21 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Page in what this step reads, and begin what the next ones read."""
-        del forward_context, kwargs
+        del kwargs
         if self.paging_worker is not None:
-            self.paging_worker.page_in(self._get_connector_metadata())
+            plan, is_layer_wise = self._get_connector_metadata(), asks_for_layers(forward_context)
+            self.paging_worker.page_in(plan, is_layer_wise=is_layer_wise)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Abort the step here if that is wanted; loads are done when `start_load_kv` returns.
+        """Abort the step here if that is wanted; else wait for what the layer reads.
 
         Raises:
             StepAbortedError: It is aborted.
         """
-        del layer_name
         if self._safepoints is not None:
             self._safepoints.passed()
+        if self.paging_worker is not None:
+            self.paging_worker.await_layer(layer_name)
 
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: blocks are paged out whole, all layers at once."""
@@ -352,6 +355,15 @@ def open_paging_scheduler(
         is_sharing=bool(cache.enable_prefix_caching) if tier is None else tier,
         plan_type=AquaPagingPlan,
     )
+
+
+def asks_for_layers(forward_context: Any) -> bool:
+    """Whether the step that begins calls `wait_for_layer_load` before each layer's attention.
+
+    A full graph is replayed without, and the second model runner does not say here which it takes.
+    """
+    mode = forward_context.cudagraph_runtime_mode
+    return forward_context.attn_metadata is not None and mode.name != "FULL"
 
 
 def prefix_reader(

@@ -60,6 +60,8 @@ SURFACE: Final[dict[str, tuple[str, ...]]] = {
     ),
     # Wrapped, to hear of requests while a step runs, by a scheduler that is its attribute.
     "vllm.v1.engine.core:EngineCore": ("preprocess_add_request", "scheduler"),
+    # Says whether a step asks for its layers.
+    "vllm.forward_context:ForwardContext": ("attn_metadata", "cudagraph_runtime_mode"),
     "vllm.v1.engine:EngineCoreRequest": (
         *("priority", "prompt_token_ids", "request_id", "sampling_params"),
     ),

@@ -33,11 +33,16 @@ from aqualib.transports.cuda_buffers import PinnedBuffer
 from aqualib.transports.cuda_driver import load_driver
 
 if TYPE_CHECKING:
+    from aqualib.ranges import Range
     from aqualib.transports.cuda_driver import CudaDevice
 
 MIN_UNIT_BYTES: Final = 512
 """Bytes of a row of the table at least: what torch's allocator aligns to, so all but odd sizes have
 it in common. Halved, an index of a part would be twice as long."""
+
+MAX_UNIT_BYTES: Final = 4096
+"""Bytes of a row at most, so that blocks can be cut between layers, and kernels find many rows to
+spread over processors. Doubled, an index is half as long and cuts are as much coarser."""
 
 INDEX_UNITS: Final = 65536
 """Rows of a launch at most: a staging buffer of 32 MiB in the shortest rows. Doubled, the ring
@@ -70,6 +75,7 @@ class CudaRows:
         self._words = unit_bytes // 8
         table = tensor_at(start, end - start, self._device, torch.uint8)
         self._table = table.view(torch.int64).view(-1, self._words)
+        self.unit_bytes: Final = unit_bytes
         self._keep = rows  # The table owns nothing.
         # Of each unit of a block: its row for block 0, and how far on that of the next block is.
         places = [
@@ -86,24 +92,28 @@ class CudaRows:
         self, blocks: Sequence[int], into: UInt8[torch.Tensor, "blocks block_bytes"]
     ) -> None:
         """Queue a copy of blocks into rows, in this order."""
-        for index, stretch in self._stretches(blocks):
+        for index, stretch in self._stretches(blocks, slice(None)):
             some = into.view(torch.int64).view(-1, self._words)[stretch]
             torch.index_select(self._table, 0, index, out=some)
 
     def scatter(
-        self, rows: UInt8[torch.Tensor, "blocks block_bytes"], blocks: Sequence[int]
+        self,
+        rows: UInt8[torch.Tensor, "blocks column_bytes"],
+        blocks: Sequence[int],
+        columns: Range,
     ) -> None:
-        """Queue a copy of rows into distinct blocks, in this order."""
-        for index, stretch in self._stretches(blocks):
+        """Queue a copy of rows into these bytes of distinct blocks, in this order."""
+        units = slice(columns.start // self.unit_bytes, columns.end // self.unit_bytes)
+        for index, stretch in self._stretches(blocks, units):
             some = rows.view(torch.int64).view(-1, self._words)[stretch]
             self._table.index_copy_(0, index, some)
 
     def _stretches(
-        self, blocks: Sequence[int]
+        self, blocks: Sequence[int], columns: slice
     ) -> Iterator[tuple[Int64[torch.Tensor, " units"], slice]]:
         """Indexes for kernels, which the caller launches before it asks for the next."""
         numbers = np.asarray(blocks, dtype=np.int64)[:, None]
-        units = (self._firsts + numbers * self._steps).ravel()
+        units = (self._firsts[columns] + numbers * self._steps[columns]).ravel()
         for start in range(0, len(units), INDEX_UNITS):
             stretch = slice(start, min(start + INDEX_UNITS, len(units)))
             with self._placed(units[stretch]) as index:
@@ -123,6 +133,8 @@ def cuda_rows(rows: Sequence[UInt8[torch.Tensor, "blocks row_bytes"]]) -> CudaRo
     start = min(row.data_ptr() for row in rows)
     sizes = [size for row in rows for size in (row.data_ptr() - start, row.stride(0), row.shape[1])]
     unit_bytes = math.gcd(*sizes)
+    if (finer := math.gcd(unit_bytes, MAX_UNIT_BYTES)) >= MIN_UNIT_BYTES:
+        unit_bytes = finer
     gpu = load_driver().device(rows[0].device.index or 0)
     is_aligned = not (unit_bytes % 8 or start % 8) and unit_bytes >= MIN_UNIT_BYTES
     if not is_aligned or not gpu.reads_registered_memory:

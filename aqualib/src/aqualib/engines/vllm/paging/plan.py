@@ -34,7 +34,9 @@ class PagingPlan:
         out_places: Places to fill, one for each of `out_blocks`.
         out_blocks: KV cache blocks to page out, before this step overwrites them.
         in_places: Places to read, one for each of `in_blocks`.
-        in_blocks: KV cache blocks to fill, before this step's model runs.
+        in_blocks: KV cache blocks to fill, before this step's model reads them.
+        written_blocks: Those of `in_blocks` that the step writes to, too: a request's last block,
+            where it is not full.
         async_loads: By request: places and blocks to fill beside the model.
         async_saves: By number: places to fill and blocks to page out beside the model. The
             scheduler keeps the blocks as they are until every worker has acknowledged the number.
@@ -48,6 +50,7 @@ class PagingPlan:
     out_blocks: list[int] = field(default_factory=list)
     in_places: list[int] = field(default_factory=list)
     in_blocks: list[int] = field(default_factory=list)
+    written_blocks: list[int] = field(default_factory=list)
     async_loads: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
     async_saves: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
     urgent_saves: list[int] = field(default_factory=list)

@@ -11,20 +11,25 @@ Groups of layers lie over each other in the same memory, where a block is one gr
 rows that share bytes, or touch, are one row: a block is moved whole, whichever group it is of.
 
 `BlockCopier` gathers blocks from all rows into one tensor and scatters them back, on a GPU by one
-kernel for all layers (`cuda_rows`).
+kernel for all layers (`cuda_rows`). In that tensor a block's rows follow each other in the order of
+the model's layers (`by_layers`), so that some layers of it are some of its bytes: a *column*.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, combinations, pairwise, product
+from typing import Final
 
 import torch
 from jaxtyping import UInt8
 
 from aqua_protocol import ConfigError
 from aqualib.engines.vllm.paging.cuda_rows import cuda_rows
+from aqualib.ranges import Range
+from aqualib.transports.cuda_driver import load_driver
+from aqualib.transports.gpu_thresholds import CopyThresholds
 
 
 def block_rows(
@@ -54,6 +59,39 @@ def block_rows(
             rows.append(row)
     _require_apart(rows)
     return rows
+
+
+def by_layers(
+    caches: Mapping[str, torch.Tensor | Iterable[torch.Tensor]], block_count: int
+) -> tuple[list[UInt8[torch.Tensor, "blocks row_bytes"]], dict[str, int]]:
+    """The rows of `block_rows` in the order of layers; and of each layer, how much it needs.
+
+    Args:
+        caches: By the names of layers, in their order.
+        block_count: Blocks that the engine hands out.
+
+    Returns:
+        The rows, and for each name the bytes of a block, from the first, that hold its layer's.
+
+    Raises:
+        ConfigError: As `block_rows`.
+    """
+    rows = block_rows(caches.values(), block_count)
+    found: dict[int, None] = {}
+    pieces: dict[str, list[tuple[int, int]]] = {}
+    for name, cache in caches.items():
+        for piece in block_rows([cache], block_count):
+            memory, stride, start = _place_of(piece)
+            for at, row in enumerate(rows):
+                same, other_stride, begin = _place_of(row)
+                if [same, other_stride] == [memory, stride] and 0 <= start - begin < row.shape[1]:
+                    found.setdefault(at)
+                    pieces.setdefault(name, []).append((at, start - begin + piece.shape[1]))
+    ordered = [rows[at] for at in found]
+    starts = dict(zip(found, accumulate((r.shape[1] for r in ordered), initial=0), strict=False))
+    ends = {name: max(starts[at] + end for at, end in ends) for name, ends in pieces.items()}
+    assert len(ordered) == len(rows), "a row belongs to no layer"
+    return ordered, ends
 
 
 def _require_apart(rows: Sequence[torch.Tensor]) -> None:
@@ -89,8 +127,36 @@ class BlockCopier:
         self._layers = [row.view(self._word) for row in rows]
         self._bounds = list(pairwise(accumulate((x.shape[1] for x in self._layers), initial=0)))
         self.block_bytes = sum(row.shape[1] for row in rows)
+        self.whole: Final = Range(0, self.block_bytes)
         self.device = rows[0].device
         self._all_layers = cuda_rows(rows)
+
+    def columns(self, count: int, room_bytes: int) -> list[Range]:
+        """Cut so many blocks into columns, for which they are copied one after the other.
+
+        A column of all blocks fits the room, as far as its copies stay long enough for the copy
+        engines: so columns take as many parts as whole blocks would. One where blocks are not to be
+        cut, or all fit.
+        """
+        unit_bytes, least_bytes = self._word.itemsize, CopyThresholds().host_run_bytes
+        if self.device.type == "cuda":
+            driver = load_driver()
+            if self._all_layers is None or driver.batch_copy is None:
+                return [self.whole]  # It would take a submission for each block, or layer.
+            unit_bytes = self._all_layers.unit_bytes
+            limits = driver.device(self.device.index or 0).thresholds
+            least_bytes = max(limits.device_run_bytes, limits.host_run_bytes)
+        units = self.block_bytes // unit_bytes
+        most = max(1, self.block_bytes // (least_bytes + unit_bytes))
+        parts = -(-count * self.block_bytes // room_bytes)
+        of_column = -(-parts // most)
+        number = -(-parts // of_column)
+        # Columns are whole units: the widest of them may need a little more than its share.
+        room_units = room_bytes // unit_bytes // -(-count // of_column)
+        while number < most and -(-units // number) > room_units:
+            number += 1
+        cuts = [units * at // number * unit_bytes for at in range(number + 1)]
+        return [Range(start, end - start) for start, end in pairwise(cuts)]
 
     def gather(
         self, blocks: Sequence[int], into: UInt8[torch.Tensor, "blocks block_bytes"]
@@ -105,16 +171,25 @@ class BlockCopier:
             words[:, start:end] = layer.index_select(0, index)
 
     def scatter(
-        self, rows: UInt8[torch.Tensor, "blocks block_bytes"], blocks: Sequence[int]
+        self,
+        rows: UInt8[torch.Tensor, "blocks column_bytes"],
+        blocks: Sequence[int],
+        columns: Range | None = None,
     ) -> None:
-        """Copy rows into these blocks of the cache, in this order."""
+        """Copy rows into these blocks of the cache, in this order; into all of them or a column."""
+        columns = columns or self.whole
         if self._all_layers is not None:
-            self._all_layers.scatter(rows, blocks)
+            self._all_layers.scatter(rows, blocks, columns)
             return
         index = torch.tensor(blocks, device=self.device)
         words = rows.view(self._word)
+        first, last = (at // self._word.itemsize for at in (columns.start, columns.end))
         for layer, (start, end) in zip(self._layers, self._bounds, strict=True):
-            layer.index_copy_(0, index, words[:, start:end])
+            low, high = max(first, start), min(last, end)
+            if low < high:
+                layer[:, low - start : high - start].index_copy_(
+                    0, index, words[:, low - first : high - first]
+                )
 
 
 def _rows_of(cache: torch.Tensor, block_count: int) -> list[torch.Tensor]:

@@ -92,8 +92,8 @@ class KvPagingScheduler:
         self._plan_type = plan_type
         self._plan = plan_type()
         self._saved: dict[str, _Saved] = {}
-        # What was last answered about a request.
-        self._matches: dict[str, list[BlockRun]] = {}
+        # What was last answered about a request: places, and the tokens that it has then.
+        self._matches: dict[str, tuple[list[BlockRun], int]] = {}
         self._loading: dict[str, list[int]] = {}
         self._abandoned: dict[str, list[int]] = {}
         # Their last load beside the model lost a block; none is tried again before admission.
@@ -215,7 +215,7 @@ class KvPagingScheduler:
             coming = sum([len(run.places) for run in runs])
             if under_way + coming > self._max_loading_blocks:
                 return None, False
-        self._matches[request.request_id] = runs
+        self._matches[request.request_id] = runs, local_tokens + tokens
         return tokens, self.is_load_async
 
     def allocated(
@@ -224,14 +224,14 @@ class KvPagingScheduler:
         """A request was admitted with these tables, and loads what `matched` answered."""
         request_id = request.request_id
         saved = self._saved.pop(request_id, None)
-        runs = self._matches.pop(request_id, None)
+        match = self._matches.pop(request_id, None)
         self.failed_loads.discard(request_id)
         if saved is None and self.has_tier and not request.num_computed_tokens:
             self.counts.queried_tokens += request.num_tokens
         places: list[int] = []
         if external_tokens:
-            assert runs is not None, f"a load for {request_id} that was not matched"
-            places = self._load(request_id, runs, block_ids)
+            assert match is not None, f"a load for {request_id} that was not matched"
+            places = self._load(request_id, *match, block_ids)
             if saved is not None:
                 self.counts.restored_tokens += external_tokens
             else:
@@ -437,14 +437,21 @@ class KvPagingScheduler:
         return self.groups.cut(runs, local_tokens, total), total - local_tokens
 
     def _load(
-        self, request_id: str, runs: Sequence[BlockRun], block_ids: Sequence[Sequence[int]]
+        self,
+        request_id: str,
+        runs: Sequence[BlockRun],
+        tokens: int,
+        block_ids: Sequence[Sequence[int]],
     ) -> list[int]:
         """Have blocks filled from these places, which are to be held."""
         places: list[int] = []
         blocks: list[int] = []
-        for run, ids in zip(runs, block_ids, strict=True):
+        written: list[int] = []
+        for group, run, ids in zip(self.groups, runs, block_ids, strict=True):
             places += run.places
             blocks += ids[run.first : run.end]
+            if run.places and (group.is_state or run.end * group.block_tokens > tokens):
+                written.append(ids[run.end - 1])
         assert len(blocks) == len(places), (request_id, runs, block_ids)
         assert NULL_BLOCK not in blocks, (request_id, runs, block_ids)
         if self.is_load_async:
@@ -454,6 +461,7 @@ class KvPagingScheduler:
             self._until_taken += places
             self._plan.in_places += places
             self._plan.in_blocks += blocks
+            self._plan.written_blocks += written
         return places
 
     def _cache(

@@ -4,6 +4,12 @@ Blocks go between the engine's KV cache and a `BlockStore`. A block of the cache
 pieces as the model has layers; they are gathered into one row of a staging buffer and the store
 gets rows, so that what crosses the link is long and contiguous.
 
+Within a step, blocks come back layer by layer where the model asks for its layers one by one: it
+waits for those that it is about to run and no others (`await_layer`). A load of more than a staging
+buffer is cut into columns of all its blocks, as many as it would take parts of whole blocks, so
+that nothing is submitted for it that was not before. Blocks that the step itself writes to come
+first and whole: vLLM writes a layer's new tokens before it asks for the layer.
+
 It never fails an engine. A page-out that cannot be done leaves its place empty, a page-in of an
 empty or unreadable place names its blocks as not loaded, and the engine computes them again. Each
 kind of failure is logged once and counted for ever.
@@ -17,7 +23,7 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
 
@@ -42,6 +48,7 @@ if TYPE_CHECKING:
 
     from aqualib.blocks import BlockStore
     from aqualib.consumer import Aqua
+    from aqualib.ranges import Range
 
 logger: Final = logging.getLogger("aqualib")
 
@@ -66,11 +73,12 @@ class KvPagingWorker:
         rows: The KV cache, from `block_rows`.
         aqua: Whose memory; closed by `close`.
         capacity_blocks: Places that plans may name.
+        layer_ends: From `by_layers`; None if the model asks for no layer.
 
     Attributes:
         store: Where paged blocks are; None where it could not be opened.
         failures: Count of what went wrong, by error code.
-        paged_blocks: Count of blocks moved, by direction.
+        paged_bytes: Count of bytes moved, by direction.
         paging_s: Time spent moving them, likewise.
         step_wait_s: Of that, what steps waited for.
     """
@@ -80,12 +88,13 @@ class KvPagingWorker:
         rows: Sequence[UInt8[torch.Tensor, "blocks row_bytes"]],
         aqua: Aqua,
         capacity_blocks: int,
+        layer_ends: Mapping[str, int] | None = None,
     ) -> None:
         self.aqua: Final = aqua
         self._blocks = BlockCopier(rows)
         self.block_bytes: Final = self._blocks.block_bytes
         self.failures: Final[Counter[str]] = Counter()
-        self.paged_blocks: Final[Counter[str]] = Counter()
+        self.paged_bytes: Final[Counter[str]] = Counter()
         self.paging_s: Final[defaultdict[str, float]] = defaultdict(float)
         self.step_wait_s = 0.0
         # Of each place; -1 where nothing is stored.
@@ -106,6 +115,9 @@ class KvPagingWorker:
         self._loader_staging: torch.Tensor | None = None
         self._load_stream = SideStream(self._blocks.device, is_urgent=True)
         self._loads: dict[str, Future[None]] = {}
+        self._layer_ends = layer_ends or {}
+        # Of the step's load: what is there of each block once a column has ended.
+        self._columns: list[tuple[int, Future[None]]] = []
         self._saver = SerialExecutor("aqua-kv-save")
         self._saver_staging: torch.Tensor | None = None
         self._save_stream = SideStream(self._blocks.device, is_urgent=False)
@@ -140,7 +152,7 @@ class KvPagingWorker:
         started_s = time.perf_counter()
         for part in self._parts(len(plan.out_places)):
             self._out(plan.out_places[part], plan.out_blocks[part], self._staging)
-        self._note("out", len(plan.out_places), started_s)
+        self._note("out", len(plan.out_places) * self.block_bytes, started_s)
         self.step_wait_s += time.perf_counter() - started_s
         if not plan.async_saves and not plan.urgent_saves:
             return
@@ -154,15 +166,42 @@ class KvPagingWorker:
         for _ in plan.async_saves:
             self._save_jobs.append(self._saver.submit(self._save_next))
 
-    def page_in(self, plan: PagingPlan) -> None:
-        """Page in; done when it returns, but for what goes beside the model."""
-        if plan.in_places:
+    def page_in(self, plan: PagingPlan, *, is_layer_wise: bool = False) -> None:
+        """Page in; done when it returns, but for what goes beside the model.
+
+        Args:
+            is_layer_wise: The model calls `await_layer` before it reads blocks of a layer.
+        """
+        whole = list(zip(plan.in_places, plan.in_blocks, strict=True))
+        written = set(plan.written_blocks)
+        parted = [pair for pair in whole if pair[1] not in written]
+        if is_layer_wise and len(columns := self._cut(len(parted))) > 1:
+            whole = [pair for pair in whole if pair[1] in written]
+        else:
+            columns = []
+        if whole:
             started_s = time.perf_counter()
-            self._in(plan.in_places, plan.in_blocks, self._staging)
+            self._in(whole, self._staging, self._blocks.whole)
             self.step_wait_s += time.perf_counter() - started_s
+        if not (columns or plan.async_loads):
+            return
+        mark = self._load_stream.mark()
+        for column in columns:
+            # The staging buffer is the steps', and this step's until it has ended.
+            load = self._loader.submit(self._load, mark, parted, self._staging, column)
+            self._columns.append((column.end, load))
         for request_id, (places, blocks) in plan.async_loads.items():
-            mark = self._load_stream.mark()
-            self._loads[request_id] = self._loader.submit(self._load, mark, places, blocks)
+            pairs = list(zip(places, blocks, strict=True))
+            self._loads[request_id] = self._loader.submit(self._load, mark, pairs)
+
+    def await_layer(self, name: str) -> None:
+        """A layer is about to be launched: wait until its blocks are there."""
+        if self._columns:
+            started_s = time.perf_counter()
+            # One that has no cache of its own reads another's.
+            end = self._layer_ends.get(name, self.block_bytes)
+            next(load for there, load in self._columns if there >= end).result()
+            self.step_wait_s += time.perf_counter() - started_s
 
     def take_arrived(self) -> set[str]:
         """Requests whose asynchronous loads have ended, well or not, since the last call."""
@@ -172,7 +211,9 @@ class KvPagingWorker:
         return arrived
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks of the KV cache that were not loaded, since the last call."""
+        """Blocks of the KV cache that were not loaded, since the last call; a step has ended."""
+        while self._columns:
+            self._columns.pop()[1].result()
         with self._lock:
             failed, self._failed_blocks = self._failed_blocks, set()
         return failed
@@ -208,8 +249,8 @@ class KvPagingWorker:
         """What is counted here, by the names of `operations.metrics`."""
         with self._lock:
             return {
-                "kv_paged_out_bytes": self.paged_blocks["out"] * self.block_bytes,
-                "kv_paged_in_bytes": self.paged_blocks["in"] * self.block_bytes,
+                "kv_paged_out_bytes": self.paged_bytes["out"],
+                "kv_paged_in_bytes": self.paged_bytes["in"],
                 "kv_paging_seconds": sum(self.paging_s.values()),
                 "kv_step_wait_seconds": self.step_wait_s,
                 "kv_failures": self.failures.total(),
@@ -256,17 +297,24 @@ class KvPagingWorker:
             return
         self._slots[places] = slots.numpy()
 
-    def _in(self, places: list[int], blocks: list[int], staging: torch.Tensor) -> None:
+    def _cut(self, count: int) -> list[Range]:
+        """Columns in which so many blocks come back; one where they come whole."""
+        if not count or self.store is None or self.store.is_checking:
+            return [self._blocks.whole]
+        return self._blocks.columns(count, self._staging.nbytes)
+
+    def _in(self, pairs: list[tuple[int, int]], staging: torch.Tensor, columns: Range) -> None:
         """Page in any number of blocks; what cannot be is noted as failed."""
         started_s = time.perf_counter()
-        for part in self._parts(len(places)):
-            pairs = list(zip(places[part], blocks[part], strict=True))
-            while pairs:
-                pairs = self._in_some(pairs, staging)
-        self._note("in", len(places), started_s)
+        count = staging.nbytes // columns.size
+        for start in range(0, len(pairs), count):
+            left = pairs[start : start + count]
+            while left:
+                left = self._in_some(left, staging, columns)
+        self._note("in", len(pairs) * columns.size, started_s)
 
     def _in_some(
-        self, pairs: list[tuple[int, int]], staging: torch.Tensor
+        self, pairs: list[tuple[int, int]], staging: torch.Tensor, columns: Range
     ) -> list[tuple[int, int]]:
         """Page in what is there; returns what to try again without those found to be lost."""
         self._give_up([pair for pair in pairs if self._slots[pair[0]] < 0])
@@ -274,9 +322,10 @@ class KvPagingWorker:
         if not pairs or self.store is None:
             return []
         slots = self._slots[[place for place, _ in pairs]]
-        rows = staging[: len(pairs)]
+        rows = staging.view(-1)[: len(pairs) * columns.size].view(-1, columns.size)
+        part = None if columns == self._blocks.whole else columns
         try:
-            self.store.page_in(torch.from_numpy(slots), rows).wait()
+            self.store.page_in(torch.from_numpy(slots), rows, columns=part).wait()
         except AquaError as error:
             self._fail(error, f"{len(pairs)} KV blocks were not paged in and are computed again")
             named = set(error.details.get("slots", ()))
@@ -284,20 +333,28 @@ class KvPagingWorker:
             # An error that names nothing may concern all.
             self._give_up(bad or pairs)
             return [pair for pair in pairs if pair not in bad] if bad else []
-        self._blocks.scatter(rows, [block for _, block in pairs])
+        self._blocks.scatter(rows, [block for _, block in pairs], columns)
         return []
 
-    def _load(self, mark: Any, places: list[int], blocks: list[int]) -> None:
+    def _load(
+        self,
+        mark: Any,
+        pairs: list[tuple[int, int]],
+        staging: torch.Tensor | None = None,
+        columns: Range | None = None,
+    ) -> None:
         """Page in beside the model: places under load are the scheduler's to keep in place."""
         try:
             with self._load_stream.after(mark):
-                if self._loader_staging is None:
-                    self._loader_staging = self._new_staging()
-                self._in(places, blocks, self._loader_staging)
+                if staging is None:
+                    staging = self._loader_staging
+                if staging is None:
+                    staging = self._loader_staging = self._new_staging()
+                self._in(pairs, staging, columns or self._blocks.whole)
         except (RuntimeError, MemoryError) as error:  # An engine that is short of memory, often.
-            self._give_up(list(zip(places, blocks, strict=True)))
+            self._give_up(pairs)
             failure = TransportError(f"the device or its memory failed: {type(error).__name__}")
-            self._fail(failure, f"{len(places)} KV blocks were not paged in and are computed again")
+            self._fail(failure, f"{len(pairs)} KV blocks were not paged in and are computed again")
 
     def _save_next(self) -> None:
         """Page out what is most urgent, in the order of the plans, and acknowledge it."""
@@ -321,7 +378,7 @@ class KvPagingWorker:
                     self._saver_staging = self._new_staging()
                 for part in self._parts(len(places)):
                     self._out(places[part], blocks[part], self._saver_staging)
-            self._note("out", len(places), started_s)
+            self._note("out", len(places) * self.block_bytes, started_s)
         except (RuntimeError, MemoryError) as error:  # As for loads.
             self._empty(places)
             self._lose(places)
@@ -349,13 +406,12 @@ class KvPagingWorker:
 
     # --- Figures --------------------------------------------------------------------------
 
-    def _note(self, direction: str, count: int, started_s: float) -> None:
-        if not count:
+    def _note(self, direction: str, nbytes: int, started_s: float) -> None:
+        if not nbytes:
             return
         took_s = max(time.perf_counter() - started_s, 1e-9)
-        nbytes = count * self.block_bytes
         with self._lock:
-            self.paged_blocks[direction] += count
+            self.paged_bytes[direction] += nbytes
             self.paging_s[direction] += took_s
             if nbytes >= MIN_RATE_BYTES:
                 past = self._rate or nbytes / took_s
