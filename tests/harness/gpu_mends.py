@@ -40,6 +40,7 @@ from aqualib.transports.cuda_driver import CudaDevice
 from aqualib.transports.cuda_stream import CudaEvent, CudaStream
 from aqualib.transports.gpu_thresholds import CopyThresholds
 from harness import gpu_failure_scenarios as failures
+from harness import gpu_lane_scenarios as lane_scenarios
 from harness import gpu_layer_scenarios as layer_scenarios
 from harness import gpu_scenarios as scenarios
 from harness import producers
@@ -209,6 +210,30 @@ MENDS: Final = (
         "a column takes a submission for each slab that it is in",
         layer_scenarios.columns_go_by_two_submissions,
         ((CudaCopier, "batched", Copier.batched),),
+    ),
+    Mend(
+        "a lane begins before what it copies is there",
+        lane_scenarios.a_copy_goes_by_two_lanes,
+        (changed(CudaCopier, "_submit", "lane.follow(self._stream.handle)", "pass"),),
+    ),
+    Mend(
+        "nothing waits for the lanes",
+        lane_scenarios.a_copy_goes_by_two_lanes,
+        (changed(CudaCopier, "_submit", "self._stream.follow(lane.handle)", "pass"),),
+    ),
+    Mend(
+        "shares of a batch are whole copies",
+        lane_scenarios.rows_go_by_two_lanes,
+        (
+            changed(
+                cuda_copier.CopyList, "shares", "self.srcs[inside] + skipped", "self.srcs[inside]"
+            ),
+        ),
+    ),
+    Mend(
+        "blocks paged out together lie with one lender",
+        lane_scenarios.blocks_lie_with_two_lenders,
+        (changed(FrameStore, "take_runs", "if lender_count > 1", "if lender_count > 2"),),
     ),
     Mend(
         "the background waits for the engine's default stream",

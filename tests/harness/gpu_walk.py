@@ -28,6 +28,7 @@ from harness.consumers import consuming, grant
 from harness.cuda.stand_in import stand_in
 from harness.gpu.device import GpuAtHand, StandInGpu
 from harness.gpu_failure_scenarios import FAILURE_SCENARIOS
+from harness.gpu_lane_scenarios import LANE_SCENARIOS
 from harness.gpu_layer_scenarios import LAYER_SCENARIOS
 from harness.gpu_scenarios import GPU, SCENARIOS, SLAB, in_thread
 from harness.gpu_walk_engine import EngineWalk
@@ -250,7 +251,7 @@ def walk(seed: int, count: int, *, episode: int = EPISODE) -> Counter[str]:
         AquaError: The product failed where nothing had.
     """
     done: Counter[str] = Counter()
-    scenarios = [*SCENARIOS, *LAYER_SCENARIOS, *FAILURE_SCENARIOS]
+    scenarios = [*SCENARIOS, *LAYER_SCENARIOS, *LANE_SCENARIOS, *FAILURE_SCENARIOS]
     random.Random(seed // len(scenarios)).shuffle(scenarios)
     for number, start in enumerate(range(0, count, episode)):
         own_seed = seed * 1009 + number

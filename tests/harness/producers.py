@@ -37,9 +37,13 @@ def socket_dir() -> Iterator[Path]:
 def lending(issuer: TokenIssuer | None, slab_count: int, **options: Any) -> Iterator[Producer]:  # noqa: ANN401 - a producer's
     """A producer that offers `slab_count` slabs and trusts `issuer`; audited, then closed."""
     with socket_dir() as directory:
-        settings = {"transport": select(TransportKind.MEMFD), "slab_bytes": SLAB, **options}
+        settings: dict[str, Any] = {
+            "transport": select(TransportKind.MEMFD),
+            "slab_bytes": SLAB,
+            **options,
+        }
         producer = Producer(
-            "producer",
+            settings.pop("producer_id", "producer"),
             link=None,
             endpoint=directory / "p.sock",
             identity=IDENTITY,

@@ -176,7 +176,8 @@ class BlockStore:
                 frame, run = runs[0]
                 stream.write(frame, run.times(self.block_bytes), src, first * self.block_bytes)
             else:
-                self._page_out_scattered(stream, runs, self._rows(src), index)
+                with stream.copier.batched():
+                    self._page_out_scattered(stream, runs, self._rows(src), index)
 
         try:
             # Sums first: slots are given back below, which no copy may still be writing to.
@@ -214,29 +215,35 @@ class BlockStore:
             TransportError: A copy failed.
         """
         wanted = self._checked_slots(slots)
-        if columns is not None:
-            return self._page_in_columns(wanted, dst, columns)
-        first, count = self._chosen(dst, index)
-        if count < len(wanted):
-            raise ValueError(f"{len(wanted)} blocks do not fit into the rows given")
+        first = None
+        if columns is None:
+            first, count = self._chosen(dst, index)
+            if count < len(wanted):
+                raise ValueError(f"{len(wanted)} blocks do not fit into the rows given")
+        elif self.is_checking or dst.shape != (len(wanted), columns.size):
+            raise ValueError(f"{columns} of {len(wanted)} blocks do not go into {tuple(dst.shape)}")
 
         def copy(stream: CopyStream) -> None:
             try:
                 if first is not None and (run := self._slot_run(wanted)) is not None:
                     frame, part = run
                     stream.read(frame, part, dst, first * self.block_bytes)
-                elif index is None:
-                    rows = self._rows(dst)[: len(wanted)]
-                    self._page_in_order(stream, wanted, rows, Range(0, self.block_bytes))
-                else:
-                    self._page_in_scattered(stream, wanted, self._rows(dst), index)
+                    return
+                with stream.copier.batched():  # One submission, in however many frames they are.
+                    if columns is not None:
+                        self._page_in_order(stream, wanted, dst, columns)
+                    elif index is None:
+                        rows = self._rows(dst)[: len(wanted)]
+                        self._page_in_order(stream, wanted, rows, Range(0, self.block_bytes))
+                    else:
+                        self._page_in_scattered(stream, wanted, self._rows(dst), index)
             except DataLostError as error:
                 raise self._lost(wanted, error) from error
 
         def check() -> None:
             self._check(wanted, dst[: len(wanted)] if index is None else dst, index)
 
-        nbytes = len(wanted) * self.block_bytes
+        nbytes = len(wanted) * (self.block_bytes if columns is None else columns.size)
         return self._transfers.start(
             Direction.IN, nbytes, copy, check if self.is_checking else None
         )
@@ -278,7 +285,9 @@ class BlockStore:
                     remedy="Free blocks, or make the store with a larger capacity_blocks.",
                     free_blocks=self.free_count,
                 )
-            runs = self._transfers.store.take_runs(self._frames, count) if count else []
+            spread = self._transfers.spread(count * self.block_bytes)
+            take = self._transfers.store.take_runs
+            runs = take(self._frames, count, lender_count=spread) if count else []
             if runs is None:
                 raise DataLostError(
                     f"parts of {self!r} are lost and have not been freed, so {count} blocks do not "
@@ -325,21 +334,6 @@ class BlockStore:
             del table
             at += run.size
 
-    def _page_in_columns(
-        self, slots: Int64[np.ndarray, " n"], dst: torch.Tensor, columns: Range
-    ) -> Transfer:
-        if self.is_checking or dst.shape != (len(slots), columns.size):
-            raise ValueError(f"{columns} of {len(slots)} blocks do not go into {tuple(dst.shape)}")
-
-        def copy(stream: CopyStream) -> None:
-            try:
-                with stream.copier.batched():  # One submission, however many frames they are in.
-                    self._page_in_order(stream, slots, dst, columns)
-            except DataLostError as error:
-                raise self._lost(slots, error) from error
-
-        return self._transfers.start(Direction.IN, dst.nbytes, copy)
-
     def _page_in_order(
         self,
         stream: CopyStream,
@@ -348,7 +342,10 @@ class BlockStore:
         columns: Range,
     ) -> None:
         """Fill consecutive rows: each stretch within one frame is one copy or one gather."""
-        for first, last in frame_runs(slots // self._per_frame):
+        runs = list(frame_runs(slots // self._per_frame))
+        if self._transfers.spread(rows.nbytes) > 1:  # Each lane then reads from its own lender.
+            runs.sort(key=lambda run: self._frames[slots[run[0]] // self._per_frame].lender_id)
+        for first, last in runs:
             frame = self._frames[slots[first] // self._per_frame]
             within = slots[first:last] % self._per_frame
             low, high = int(within.min()), int(within.max())

@@ -222,6 +222,7 @@ class Machine:
         if stream.capture is not None:
             self.report(Kind.CAPTURE, f"{stream} is waited for while it is captured")
         self.finish(stream.last, *stream.waits)
+        join(self.known, stream.clock)  # Events that it waits for may have happened before.
 
     def finish_device(self, device: int) -> None:
         """Run all that is queued on a GPU."""

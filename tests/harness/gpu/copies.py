@@ -14,6 +14,7 @@ import torch
 
 from aqua_protocol import GIB, KIB, MIB, format_bytes
 from aqualib.transports import MappedSlab
+from aqualib.transports.cuda_vmm import CudaVmmTransport
 from aqualib.transports.gpu_thresholds import CopyThresholds
 from harness.gpu.device import ROW_BYTES
 from harness.gpu.outcome import Outcome
@@ -245,7 +246,11 @@ def row_rate(
 
 
 def lanes(gpu: GpuAtHand) -> Outcome:
-    """Copiers of several threads at once, into pinned memory, out of it, and both ways."""
+    """Copiers of several threads at once, and copies of one over several lanes.
+
+    The latter to and from pinned memory, and slabs of all other GPUs that this one reaches, so that
+    with two of them a copy has two links.
+    """
     outcome = Outcome()
     transport = gpu.transport()
     nbytes = gpu.slab_bytes
@@ -267,9 +272,68 @@ def lanes(gpu: GpuAtHand) -> Outcome:
             outcome.figures[f"{count} lanes {way} GB/s"] = found.median
         table.add(count, *cells)
     del pairs
-    for host in hosts:
+    sides = {"host": hosts[:1], "device": _slabs_elsewhere(gpu, transport)}
+    for side, slabs in sides.items():
+        if not slabs:
+            outcome.notes.append("No other GPU is reached: lanes to slabs of GPUs were not tried.")
+            continue
+        title = f"Copies over several lanes, other side: {side}, {len(slabs)} slabs; GB/s"
+        table = outcome.table(title, "lanes", "out", "in")
+        for count in LANES:
+            cells = []
+            for way in ("out", "in"):
+                found = _lane_rate(gpu, transport, slabs, nears[0], count, way)
+                cells.append(found)
+                for part, value in found.as_json().items():
+                    outcome.figures[f"{side} {way} over {count} lanes {part}"] = value
+            table.add(count, *cells)
+        for slab in slabs:
+            slab.close()
+    rate = outcome.figures
+    outcome.figures["two lanes of a copy out ratio"] = (
+        rate["host out over 2 lanes median"] / rate["host out over 1 lanes median"]
+    )
+    for host in hosts[1:]:
         host.close()
     return outcome
+
+
+def _slabs_elsewhere(gpu: GpuAtHand, transport: Transport) -> list[MappedSlab]:
+    """A slab of each other GPU that this one reaches."""
+    others = [n for n in range(gpu.driver.driver.device_count) if n != gpu.driver.ordinal]
+    found = []
+    for ordinal in filter(gpu.driver.can_access, others):
+        slab = CudaVmmTransport(torch.device("cuda", ordinal)).create(gpu.slab_bytes)
+        found.append(transport.open(slab.export(), gpu.slab_bytes))
+        slab.close()  # The mapping keeps the memory.
+    return found
+
+
+def _lane_rate(
+    gpu: GpuAtHand,
+    transport: Transport,
+    slabs: list[MappedSlab],
+    near: torch.Tensor,
+    count: int,
+    way: str,
+) -> Figure:
+    """GB/s of copies to or from slabs in batches of one for each, over so many lanes."""
+    before = gpu.driver.thresholds
+    gpu.driver.thresholds = CopyThresholds(device_lanes=count, host_lanes=count)
+    try:
+        copier = transport.copier()
+
+        def many() -> None:
+            for _ in range(COPIES // len(slabs)):
+                with copier.batched():
+                    for slab in slabs:
+                        pair = (slab.tensor, near) if way == "out" else (near, slab.tensor)
+                        copier.copy(*pair)
+            copier.fence()
+
+        return rates(COPIES // len(slabs) * len(slabs) * near.nbytes, many, gpu.rounds)
+    finally:
+        gpu.driver.thresholds = before
 
 
 def together(

@@ -129,7 +129,7 @@ def _draw(images: Path, records: Mapping[str, Record]) -> dict[str, str]:
 
 
 def write_thresholds(root: Path, folder: Path, records: Mapping[str, Record]) -> Path | None:
-    """The thresholds that the sweep speaks for; None where it has not been run.
+    """The thresholds that the sweeps speak for; None where that over rows has not been run.
 
     On a GPU they go into the package's file, beside those of other kinds of GPU. On the stand-in
     the file is another, which no transport reads.
@@ -141,7 +141,11 @@ def write_thresholds(root: Path, folder: Path, records: Mapping[str, Record]) ->
     known: dict[str, CopyThresholds] = {}
     if path.exists():
         known = dict(read_thresholds(path))
-    known[record.origin.gpu] = thresholds(record.outcome.figures, record.origin)
+    figures = dict(record.outcome.figures)
+    over_lanes = records.get("lanes")
+    if over_lanes is not None and over_lanes.outcome.state is State.PASSED:
+        figures |= over_lanes.outcome.figures
+    known[record.origin.gpu] = thresholds(figures, record.origin)
     content = MEASURED.dump_json(dict(sorted(known.items())), indent=2, exclude_none=True)
     write_bytes(path, content + b"\n")
     read_thresholds.cache_clear()

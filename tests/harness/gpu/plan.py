@@ -85,7 +85,7 @@ STEPS: Final = (
          ("tests/harness/gpu/reclaims.py", MEMORY), limit_s=180),
     Step("slabs", "a slab's life by its size", "copies:slabs", 30,
          ("tests/harness/gpu/copies.py",), limit_s=240),
-    Step("lanes", "copiers side by side", "copies:lanes", 25,
+    Step("lanes", "copiers side by side, and copies over several lanes", "copies:lanes", 35,
          ("tests/harness/gpu/copies.py",), limit_s=180),
     Step("tests", "the gpu tests of the library", "pytest tests/gpu", 120,
          ("tests/gpu/aqualib/*.py", MEMORY)),

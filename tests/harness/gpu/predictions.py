@@ -116,6 +116,8 @@ PREDICTIONS: Final = (
         "one link: a second lane adds nothing"),
     Prediction("both ways at once", "lanes", "2 lanes both GB/s", 75, 110, "GB/s",
         "PCIe is full duplex; host memory is not"),
+    Prediction("a copy out over two lanes, to one", "lanes", "two lanes of a copy out ratio",
+        0.97, 1.03, "", "the same link"),
     Prediction("host memory made ready", "pinning", "pinning GB/s", 1, 6, "GB/s",
         "one thread faults in and registers: 8 GiB in 1.55 s with four threads by others"),
     Prediction("rows stored by a kernel of 16 processors, slab", "processors",

@@ -8,6 +8,7 @@ import pytest
 
 from aqua_protocol import AquaError
 from harness.gpu_failure_scenarios import FAILURE_SCENARIOS
+from harness.gpu_lane_scenarios import LANE_SCENARIOS
 from harness.gpu_layer_scenarios import LAYER_SCENARIOS
 from harness.gpu_mends import MENDS, Mend
 from harness.gpu_scenarios import SCENARIOS as ORDER_SCENARIOS
@@ -15,7 +16,7 @@ from harness.gpu_scenarios import SCENARIOS as ORDER_SCENARIOS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SCENARIOS = (*ORDER_SCENARIOS, *LAYER_SCENARIOS, *FAILURE_SCENARIOS)
+SCENARIOS = (*ORDER_SCENARIOS, *LAYER_SCENARIOS, *LANE_SCENARIOS, *FAILURE_SCENARIOS)
 
 DEFECTS = set(range(1, 22))
 """Numbers of the review."""

@@ -16,7 +16,7 @@ from aqualib.transports import gpu_thresholds
 from aqualib.transports.gpu_thresholds import CopyThresholds, read_thresholds, thresholds_of
 from harness.gpu import needs, pages, predictions
 from harness.gpu.__main__ import main
-from harness.gpu.choice import Compared, choose, thresholds
+from harness.gpu.choice import Compared, choose, choose_lanes, thresholds
 from harness.gpu.outcome import Outcome, State
 from harness.gpu.plan import (
     BUDGET_MINUTES,
@@ -115,6 +115,49 @@ def sweep_figures(crossing_bytes: int) -> dict[str, float]:
                     for part, offset in (("median", 0), ("low", -1), ("high", 1)):
                         figures[f"{side} {way} {route} {row_bytes}x1 {part}"] = value + offset
     return figures
+
+
+@pytest.mark.parametrize(
+    ("rates", "chosen"),
+    [
+        ({1: (50, 50), 2: (50, 51), 4: (50, 50)}, 1),
+        ({1: (370, 370), 2: (430, 371), 4: (431, 372)}, 2),
+        ({1: (370, 370), 2: (430, 300), 4: (431, 369)}, 4),
+        ({1: (370, 370), 2: (430, 300), 4: (431, 300)}, 1),
+        ({1: (300, 300), 2: (330, 330), 4: (360, 360)}, 4),
+        ({}, 1),
+    ],
+    ids=["noise", "two", "four, since two are worse in", "no gain without a loss", "all", "none"],
+)
+def test_as_many_lanes_are_taken_as_surely_pay(
+    rates: dict[int, tuple[float, float]], chosen: int
+) -> None:
+    sweep = {
+        count: [Figure(rate, rate - 2, rate + 2) for rate in pair] for count, pair in rates.items()
+    }
+    assert choose_lanes(sweep, 1)[0] == chosen
+
+
+def test_lanes_are_written_where_they_were_measured(tmp_path: Path) -> None:
+    (tmp_path / "aqualib/src/aqualib/transports").mkdir(parents=True)
+    figures = {
+        f"device {way} over {count} lanes {part}": count * 100.0 + offset
+        for way in ("out", "in")
+        for count in (1, 2)
+        for part, offset in (("median", 0), ("low", -1), ("high", 1))
+    }
+    records = {
+        "rows": replace(record(Outcome(figures=sweep_figures(65536))), step="rows"),
+        "lanes": replace(record(Outcome(figures=figures)), step="lanes"),
+    }
+    written = pages.write_thresholds(tmp_path, tmp_path / "out", records)
+    assert written is not None
+    found = read_thresholds(written)["H100"]
+    assert (found.device_lanes, found.host_lanes) == (2, 1)
+    assert found.provenance is not None
+    assert "2 of 2 tried" in found.provenance.evidence["device_lanes"]
+    assert "not measured" in found.provenance.evidence["host_lanes"]
+    assert found.host_run_bytes == 65536, "the rows' own sweep counts as before"
 
 
 def test_what_is_written_is_what_the_transports_read(

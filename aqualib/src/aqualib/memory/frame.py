@@ -194,6 +194,12 @@ class Frame:
         return self.host.nbytes
 
     @property
+    def lender_id(self) -> str:
+        """Who lends the slab under it; empty without one. It may change at any moment."""
+        slab = self.peer
+        return "" if slab is None else slab.lender.producer_id
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of all that is taken."""
         return self.room.taken * self.unit_bytes

@@ -178,19 +178,23 @@ class FrameStore:
                     return frame, start
         return None
 
-    def take_runs(self, frames: Iterable[Frame], count: int) -> list[tuple[Frame, Range]] | None:
-        """Take `count` units, in runs as long as possible, on peers first; None: no such room."""
+    def take_runs(
+        self, frames: Sequence[Frame], count: int, *, lender_count: int = 1
+    ) -> list[tuple[Frame, Range]] | None:
+        """Take `count` units, in runs as long as possible, on peers first; None: no such room.
+
+        Lenders with room, at most so many, give equal shares; the runs of one follow each other.
+        """
         found: list[tuple[Frame, Range]] = []
         with self._lock:
-            for frame in _by_preference(frames):
-                if frame.room.free == 0:
-                    continue
-                while count and (run := frame.room.take_upto(count)) is not None:
-                    self._table.note_taken(frame, run.size)
-                    found.append((frame, run))
-                    count -= run.size
-                if not count:
-                    return found
+            left = count
+            if lender_count > 1 and len(lenders := _with_room(frames)) > 1:
+                lenders = lenders[:lender_count]
+                for waiting, own in zip(range(len(lenders), 0, -1), lenders, strict=True):
+                    left -= self._take_upto(own, left // waiting, found)
+            left -= self._take_upto(_by_preference(frames), left, found)
+            if not left:
+                return found
             self._give_back(found)
         return None
 
@@ -426,6 +430,20 @@ class FrameStore:
         if self._closed:
             raise ConfigError(self._closed, remedy="Call aqualib.connect() again.")
 
+    def _take_upto(
+        self, frames: Iterable[Frame], count: int, found: list[tuple[Frame, Range]]
+    ) -> int:
+        """Take up to `count` units of frames in this order; returns how many."""
+        left = count
+        for frame in frames:
+            if not left:
+                break
+            while left and frame.room.free and (run := frame.room.take_upto(left)) is not None:
+                self._table.note_taken(frame, run.size)
+                found.append((frame, run))
+                left -= run.size
+        return count - left
+
     def _give_back(self, runs: Iterable[tuple[Frame, Range]]) -> None:
         for frame, run in runs:
             frame.room.free_range(run.start, run.size)
@@ -461,8 +479,22 @@ def _by_preference(frames: Iterable[Frame]) -> Iterator[Frame]:
     """Frames on a peer that may stay there, then all others that can be used."""
     others = []
     for frame in frames:
-        if frame.state is FrameState.PEER and frame.peer and frame.peer.asked_at_s is None:
+        if _may_stay(frame):
             yield frame
         elif frame.state is not FrameState.LOST:
             others.append(frame)
     yield from others
+
+
+def _with_room(frames: Iterable[Frame]) -> list[list[Frame]]:
+    """Frames with room on a peer that may stay there, by lender."""
+    found: dict[str, list[Frame]] = {}
+    for frame in frames:
+        if frame.room.free and _may_stay(frame):
+            found.setdefault(frame.lender_id, []).append(frame)
+    return list(found.values())
+
+
+def _may_stay(frame: Frame) -> bool:
+    peer = frame.peer
+    return frame.state is FrameState.PEER and peer is not None and peer.asked_at_s is None

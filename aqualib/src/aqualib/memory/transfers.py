@@ -270,6 +270,10 @@ class Transfers:
         """Where this process's tensors over slabs are."""
         return self._transport.device
 
+    def spread(self, nbytes: int) -> int:
+        """Over how many lenders a transfer of this size is worth being spread."""
+        return self._transport.lanes(nbytes)
+
     def start(
         self,
         direction: Direction,

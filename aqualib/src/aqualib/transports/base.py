@@ -289,6 +289,11 @@ class Transport(Protocol):
                 the engine's work, and gives way to it.
         """
 
+    def lanes(self, nbytes: int) -> int:
+        """How many streams copies of so many bytes to or from peers' slabs are spread over."""
+        del nbytes
+        return 1
+
     def synchronize(self) -> None:
         """Wait for all that this process has queued on the device; a CPU has nothing queued.
 

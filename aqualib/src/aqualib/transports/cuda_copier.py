@@ -16,18 +16,26 @@ Rows go by their size:
   against 371-380 GB/s on NVLink 4) and holds SMs for as long as the link takes.
 
 Staging buffers are the GPU's, not the copier's: see `cuda_buffers`.
+
+A copier has one stream, and lanes beside it where one copy engine or one link is not enough (see
+`gpu_thresholds`): a large copy is then cut in equal shares that begin together. The lanes follow
+the stream and it follows them, so that in what order things happen is the same with any number.
+Background copiers have no lanes: they take what is left.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from typing_extensions import override
 
+from aqua_protocol import MIB
 from aqualib.transports.base import Copier, MappedSlab, Transport
 from aqualib.transports.cuda_buffers import INDEX_ROWS, STAGING_BYTES
 from aqualib.transports.cuda_driver import CudaDevice, CudaDriver, Words, load_driver
@@ -49,6 +57,11 @@ if TYPE_CHECKING:
 MAX_IN_FLIGHT: Final = 4096
 """Tensors kept alive before the copier fences by itself. Doubled, an engine that never waits keeps
 twice as many."""
+
+
+MIN_LANE_BYTES: Final = 4 * MIB
+"""Bytes of a lane's share at least: an engine takes 10 us for them over NVLink 4, about as long as
+a host to submit a share and its two events. Doubled, copies of 8 to 16 MiB go by one lane."""
 
 
 class CudaCopier(Copier):
@@ -79,8 +92,11 @@ class CudaCopier(Copier):
         self._stream = gpu.make_stream(is_background=is_background)
         self._as_torch = torch.cuda.ExternalStream(self._stream.handle, device)  # type: ignore[no-untyped-call] # torch's
         self._in_flight: list[torch.Tensor] = []
-        # Destinations, sources and sizes that wait for the end of a batch; None outside of one.
-        self._batch: list[tuple[Words, Words, Words]] | None = None
+        limits = gpu.thresholds
+        most = 1 if is_background else max(limits.device_lanes, limits.host_lanes)
+        self._lanes = [gpu.make_stream() for _ in range(most - 1)]
+        # What waits for the end of a batch; None outside of one.
+        self._batch: list[CopyList] | None = None
         self._host = HostCopier()
 
     @override
@@ -90,6 +106,13 @@ class CudaCopier(Copier):
             self._host.copy(dst, src)
             return
         self._begin(dst, src)
+        is_large = bool(self._lanes) and dst.nbytes >= 2 * MIN_LANE_BYTES
+        if (is_large or self._batch is not None) and _is_reachable(dst) and _is_reachable(src):
+            at, of, nbytes = (
+                np.array([n], np.uint64) for n in (dst.data_ptr(), src.data_ptr(), dst.nbytes)
+            )
+            self._submit(CopyList(at, of, nbytes, is_to_device=dst.is_cuda and src.is_cuda))
+            return
         with on_stream(self._as_torch):
             dst.copy_(src, non_blocking=True)
 
@@ -170,9 +193,28 @@ class CudaCopier(Copier):
 
     def _submit_batch(self) -> None:
         if self._batch:
-            dsts, srcs, sizes = (np.concatenate(words) for words in zip(*self._batch, strict=True))
-            self._batch.clear()
-            self._gpu.copy_batch(dsts, srcs, sizes, self._stream.handle)
+            batch, self._batch = self._batch, None
+            self._submit(CopyList.joined(batch))
+            self._batch = []
+
+    def _submit(self, copies: CopyList) -> None:
+        """Enqueue copies, over several lanes where they are large enough; later in a batch."""
+        if self._batch is not None:
+            self._batch.append(copies)
+            return
+        count = lane_count(self._gpu, copies.nbytes, is_to_device=copies.is_to_device)
+        lanes = [self._stream, *self._lanes[: count - 1]]
+        if len(lanes) == 1:
+            self._gpu.copy_batch(copies.dsts, copies.srcs, copies.sizes, self._stream.handle)
+            return
+        for lane in lanes[1:]:
+            lane.follow(self._stream.handle)
+        try:
+            for lane, share in zip(lanes, copies.shares(len(lanes)), strict=True):
+                self._gpu.copy_batch(share.dsts, share.srcs, share.sizes, lane.handle)
+        finally:
+            for lane in lanes[1:]:
+                self._stream.follow(lane.handle)
 
     def _goes_by_staging(self, packed: torch.Tensor, table: torch.Tensor, runs: RowRuns) -> bool:
         """Whether the rows are short and a kernel of this GPU can gather or scatter them."""
@@ -187,17 +229,14 @@ class CudaCopier(Copier):
     def _copy_runs(
         self, runs: RowRuns, *, packed: torch.Tensor, table: torch.Tensor, into_table: bool
     ) -> None:
-        reachable = all(side.is_cuda or side.is_pinned() for side in (packed, table))
-        if reachable and has_dense_rows(table):
+        if has_dense_rows(table) and all(x.is_cuda or x.is_pinned() for x in (packed, table)):
             row_bytes = packed[0].nbytes
             in_packed = _addresses(packed, runs.packed_rows, row_bytes)
             in_table = _addresses(table, runs.table_rows, table.stride(0) * table.element_size())
             sizes = (runs.counts * row_bytes).astype(np.uint64)
             dsts, srcs = (in_table, in_packed) if into_table else (in_packed, in_table)
-            if self._batch is None:
-                self._gpu.copy_batch(dsts, srcs, sizes, self._stream.handle)
-            else:
-                self._batch.append((dsts, srcs, sizes))
+            is_to_device = packed.is_cuda and table.is_cuda
+            self._submit(CopyList(dsts, srcs, sizes, is_to_device=is_to_device))
             return
         # Pageable memory and rows that are not one stretch of bytes: torch knows how.
         with on_stream(self._as_torch):
@@ -206,6 +245,68 @@ class CudaCopier(Copier):
                 there, here = table[at : at + count], packed[of : of + count]
                 dst, src = (there, here) if into_table else (here, there)
                 dst.copy_(src, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyList:
+    """Copies that are submitted together; arrays of shape (n,).
+
+    Attributes:
+        dsts: Addresses.
+        srcs: Addresses.
+        sizes: Bytes of each.
+        is_to_device: Both sides of all are memory of GPUs.
+    """
+
+    dsts: Words
+    srcs: Words
+    sizes: Words
+    is_to_device: bool
+
+    @classmethod
+    def joined(cls, parts: list[CopyList]) -> CopyList:
+        """All copies of several."""
+        return cls(
+            np.concatenate([part.dsts for part in parts]),
+            np.concatenate([part.srcs for part in parts]),
+            np.concatenate([part.sizes for part in parts]),
+            is_to_device=all(part.is_to_device for part in parts),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all."""
+        return int(self.sizes.sum())
+
+    def shares(self, count: int) -> Iterator[CopyList]:
+        """Cut into equal numbers of bytes, in order; a copy that lies across is cut in two."""
+        ends = np.cumsum(self.sizes)
+        starts = ends - self.sizes
+        bounds = [self.nbytes * at // count for at in range(count + 1)]
+        for low, high in pairwise(np.array(bounds, np.uint64)):
+            inside = (ends > low) & (starts < high)
+            first = np.maximum(starts[inside], low)
+            skipped = first - starts[inside]
+            sizes = np.minimum(ends[inside], high) - first
+            yield CopyList(
+                self.dsts[inside] + skipped,
+                self.srcs[inside] + skipped,
+                sizes,
+                is_to_device=self.is_to_device,
+            )
+
+
+def lane_count(gpu: CudaDevice, nbytes: int, *, is_to_device: bool) -> int:
+    """Streams that copies of so many bytes are spread over, as was measured on this kind of GPU."""
+    limits = gpu.thresholds
+    wanted = limits.device_lanes if is_to_device else limits.host_lanes
+    return max(1, min(wanted, nbytes // MIN_LANE_BYTES))
+
+
+def _is_reachable(tensor: torch.Tensor) -> bool:
+    """Whether copy engines can take a tensor as it is: dense, and a GPU's or pinned."""
+    is_dense = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return is_dense and (tensor.is_cuda or tensor.is_pinned())
 
 
 @contextlib.contextmanager
@@ -268,6 +369,10 @@ class CudaSide(Transport):
     @override
     def copier(self, *, is_background: bool = False) -> Copier:
         return CudaCopier(self._device, self._gpu, is_background=is_background)
+
+    @override
+    def lanes(self, nbytes: int) -> int:
+        return lane_count(self._gpu, nbytes, is_to_device=True)
 
     @override
     def synchronize(self) -> None:

@@ -19,6 +19,8 @@ from aqua_protocol import GIB, KIB
 FILE: Final = Path(__file__).with_name("gpu_thresholds.json")
 
 Bytes = Annotated[int, Field(ge=1, le=GIB)]
+Lanes = Annotated[int, Field(ge=1, le=8)]
+"""Streams; GPUs have two to ten copy engines."""
 
 
 class ThresholdOrigin(BaseModel):
@@ -44,13 +46,19 @@ class ThresholdOrigin(BaseModel):
 
 
 class CopyThresholds(BaseModel):
-    """The lengths from which runs of rows are copied where they lie, and not packed first.
+    """How copies go: packed first or not, and over how many streams.
 
     Attributes:
         device_run_bytes: Mean bytes of a run whose other side is a slab on a GPU. The default is
             what NVLink's copy engines are said to need to be as fast on pieces as on the whole.
             Doubled, runs of up to twice the length take the detour through the staging buffer.
         host_run_bytes: The same where the other side is pinned host memory.
+        device_lanes: Streams that a large copy to or from slabs on GPUs is spread over, and lenders
+            that its blocks are. The default is today's one: an engine is said to carry 371 to 380
+            of NVLink 4's 450 GB/s. Doubled, two engines work on a copy, over two links where two
+            lenders have one each; where they share one, it takes two submissions more for nothing.
+        host_lanes: Streams where the other side is pinned host memory. The default is one, which
+            fills PCIe 5 by what others measured; doubled, likewise.
         provenance: Where the figures come from; None for the defaults.
     """
 
@@ -58,6 +66,8 @@ class CopyThresholds(BaseModel):
 
     device_run_bytes: Bytes = 256 * KIB
     host_run_bytes: Bytes = 256 * KIB
+    device_lanes: Lanes = 1
+    host_lanes: Lanes = 1
     provenance: ThresholdOrigin | None = None
 
 
