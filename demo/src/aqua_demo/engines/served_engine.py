@@ -216,8 +216,8 @@ def zero_loads_from(fault: Path) -> None:
 
     page_in = BlockStore.page_in
 
-    def page_in_or_zeros(self: Any, slots: Any, rows: Any) -> Any:  # noqa: ANN401 - tensors
-        transfer = page_in(self, slots, rows)
+    def page_in_or_zeros(self: Any, slots: Any, rows: Any, **how: Any) -> Any:  # noqa: ANN401 - tensors
+        transfer = page_in(self, slots, rows, **how)
         if fault.exists():
             transfer.wait()
             rows.zero_()
