@@ -19,6 +19,7 @@ from aqualib.ranges import Range
 from aqualib.transports.gpu_thresholds import CopyThresholds
 from harness.bounds import HANG_S
 from harness.consumers import consuming
+from harness.cuda.stand_in import stand_in
 
 BLOCKS = 16
 LAYERS = ("zero", "one", "two", "three")
@@ -58,6 +59,7 @@ def short_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "STAGING_BYTES", 2 * len(LAYERS) * ROW_BYTES)
     shortest = CopyThresholds(device_run_bytes=1, host_run_bytes=1)
     monkeypatch.setattr(rows_module, "CopyThresholds", lambda: shortest)
+    monkeypatch.setattr(rows_module, "CUT_ON", {"cpu"})
 
 
 @contextmanager
@@ -131,14 +133,18 @@ def test_the_end_of_a_step_waits_for_what_no_layer_asked_for() -> None:
             assert torch.equal(layer[8:14], layer[:6])
 
 
-@pytest.mark.parametrize("why", ["no layer is asked for", "checksums", "all fit"])
+@pytest.mark.parametrize("why", ["no layer is asked for", "checksums", "all fit", "a CPU"])
 def test_blocks_come_whole_where_they_must(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with paged_out(is_checking=why == "checksums") as (worker, layers):
-        if why == "all fit":
-            monkeypatch.setattr(BlockCopier, "columns", lambda self, *_: [self.whole])
-        worker.page_in(BACK, is_layer_wise=why != "no layer is asked for")
-        for layer in layers.values():
-            assert torch.equal(layer[8:14], layer[:6]), "there before the step begins"
+        if why == "a CPU":
+            monkeypatch.setattr(rows_module, "CUT_ON", {"cuda"})
+        some = slice(2 if why == "all fit" else 6)
+        plan = PagingPlan(in_places=BACK.in_places[some], in_blocks=BACK.in_blocks[some])
+        count = len(plan.in_places)
+        with held_from(worker, 0, monkeypatch):
+            worker.page_in(plan, is_layer_wise=why != "no layer is asked for")
+            for layer in layers.values():
+                assert torch.equal(layer[8 : 8 + count], layer[:count]), "there before the step"
 
 
 def test_a_block_that_fails_in_one_column_is_computed_again_as_a_whole(
@@ -182,7 +188,7 @@ def test_columns_are_no_shorter_than_copy_engines_like(monkeypatch: pytest.Monke
     monkeypatch.setattr(rows_module, "CopyThresholds", lambda: shortest)
     copier = BlockCopier(by_layers(caches(), BLOCKS)[0])
     columns = copier.columns(64, copier.block_bytes)
-    assert len(columns) == 3
+    assert len(columns) == 4
     assert min(column.size for column in columns) >= ROW_BYTES
 
 
@@ -196,6 +202,21 @@ def test_a_large_model_has_its_blocks_back_in_fifteen_columns_of_three_parts(
     assert min(column.size for column in columns) > 256 * KIB
     assert sum(-(-256 // (30 * MIB // column.size)) for column in columns) == 45
     assert -(-256 // 6) == 43, "parts of whole blocks"
+
+
+def test_a_gpu_whose_driver_takes_no_batches_gets_its_blocks_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rows_module, "CUT_ON", {"cuda"})
+    with stand_in() as standing:
+        shortest = CopyThresholds(device_run_bytes=1, host_run_bytes=1)
+        monkeypatch.setattr(standing.driver.device(0), "thresholds", shortest)
+        layers = [torch.zeros((BLOCKS, ROW_BYTES), dtype=torch.uint8, device="cuda:0")] * 2
+        copier = BlockCopier(layers)
+        assert len(copier.columns(BLOCKS, copier.block_bytes)) == 2
+        monkeypatch.setattr(standing.driver, "batch_copy", None)
+        assert copier.columns(BLOCKS, copier.block_bytes) == [copier.whole]
+        del layers, copier
 
 
 def test_layers_over_each_other_end_where_their_own_bytes_do() -> None:

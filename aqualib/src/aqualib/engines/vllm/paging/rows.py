@@ -31,6 +31,10 @@ from aqualib.ranges import Range
 from aqualib.transports.cuda_driver import load_driver
 from aqualib.transports.gpu_thresholds import CopyThresholds
 
+CUT_ON: Final = frozenset({"cuda"})
+"""Types of devices on which loads are cut. On a CPU, what loads beside the model takes cores and
+memory bandwidth from it, so a load there has nothing to hide behind."""
+
 
 def block_rows(
     caches: Iterable[torch.Tensor | Iterable[torch.Tensor]], block_count: int
@@ -136,8 +140,10 @@ class BlockCopier:
 
         A column of all blocks fits the room, as far as its copies stay long enough for the copy
         engines: so columns take as many parts as whole blocks would. One where blocks are not to be
-        cut, or all fit.
+        cut, or all fit, or nothing is won by it.
         """
+        if self.device.type not in CUT_ON:
+            return [self.whole]
         unit_bytes, least_bytes = self._word.itemsize, CopyThresholds().host_run_bytes
         if self.device.type == "cuda":
             driver = load_driver()
@@ -147,7 +153,7 @@ class BlockCopier:
             limits = driver.device(self.device.index or 0).thresholds
             least_bytes = max(limits.device_run_bytes, limits.host_run_bytes)
         units = self.block_bytes // unit_bytes
-        most = max(1, self.block_bytes // (least_bytes + unit_bytes))
+        most = max(1, units // -(-least_bytes // unit_bytes))
         parts = -(-count * self.block_bytes // room_bytes)
         of_column = -(-parts // most)
         number = -(-parts // of_column)
