@@ -13,6 +13,7 @@ import random
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -24,6 +25,9 @@ START_WITHIN_S: Final = 400.0
 """Importing vLLM on a busy machine takes most of a minute."""
 
 OFFER_WITHIN_S: Final = HANG_S
+
+CUT: Final[Counter[str]] = Counter()
+"""Columns of loads, and layers that waited for one."""
 
 BLOCK_TOKENS: Final = 32
 """The smallest block of vLLM's attention for CPUs."""
@@ -77,6 +81,7 @@ class Scenario:
         online_every: Every n-th request is online, the others offline; 0 says nothing.
         aborted_layers: Share of the layers of abortable steps at which an abort is asked for.
         seed: By which that is random.
+        cuts_loads: Loads within a step come layer by layer, however small they are.
         keeps_published: Blocks of aborted steps stay in the prefix cache: a negative control.
     """
 
@@ -106,6 +111,7 @@ class Scenario:
     online_every: int = 0
     aborted_layers: float = 0.0
     seed: int = 0
+    cuts_loads: bool = False
     keeps_published: bool = False
 
 
@@ -180,6 +186,10 @@ def make_engine(scenario: Scenario) -> Any:  # noqa: ANN401 - vLLM's
             }
             several = {"connectors": [other, options["kv_transfer_config"]]}
             options["kv_transfer_config"] = _connector("MultiConnector", several)
+    if scenario.cuts_loads:
+        from harness.cut_loads import cut_loads
+
+        cut_loads(CUT)
     if scenario.aborted_layers:
         allow_aborts_in_process()
         os.environ[ASKING] = f"{scenario.aborted_layers} {scenario.seed}"
@@ -450,6 +460,7 @@ def _figures(engine: Any, worker: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM
             "paged_blocks": {
                 way: nbytes // worker.block_bytes for way, nbytes in worker.paged_bytes.items()
             },
+            "cut": dict(CUT),
             "failures": dict(worker.failures),
             "location": worker.location().value,
             "leased_bytes": stats.leased_bytes,

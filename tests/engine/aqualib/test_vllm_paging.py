@@ -100,6 +100,49 @@ def test_swapped_requests_answer_as_if_never_preempted(
     assert answer["paging"]["clean_blocks"] > 0, "full blocks are paged out once only"
 
 
+def test_what_a_step_reads_is_there_before_a_full_graph_is_replayed() -> None:
+    from vllm.config import CUDAGraphMode
+    from vllm.forward_context import ForwardContext
+
+    from aqualib.engines.vllm.connector import asks_for_layers
+
+    asking = ForwardContext(
+        no_compile_layers={},
+        attn_metadata={"layer": object()},
+        slot_mapping={},
+        cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE,
+    )
+    assert asks_for_layers(asking)
+    replayed = dataclasses.replace(asking, cudagraph_runtime_mode=CUDAGraphMode.FULL)
+    assert not asks_for_layers(replayed)
+    assert not asks_for_layers(dataclasses.replace(asking, attn_metadata=None)), "a second runner's"
+
+
+@pytest.mark.parametrize("is_lent", [False, True])
+def test_blocks_that_come_layer_by_layer_answer_as_if_never_preempted(
+    model: str,
+    stock: dict[str, list[int]],
+    request: pytest.FixtureRequest,
+    *,
+    is_lent: bool,
+) -> None:
+    if is_lent:
+        _, _, environment = request.getfixturevalue("cluster")
+        scenario = dataclasses.replace(on_peer(model, load="sync"), pause_at_step=0)
+    else:
+        environment = {"AQUA_SLAB_BYTES": str(SLAB)}
+        scenario = on_host(model, load="sync")
+    cut = dataclasses.replace(scenario, cuts_loads=True)
+    answer = run(cut, **environment)
+    assert answer["tokens"] == stock
+    assert_paged(answer)
+    assert answer["failures"] == {}
+    assert answer["cut"]["columns"] > 100, answer["cut"]
+    assert answer["cut"]["waits"] > 100, "vLLM asked for the layers of such steps"
+    zeroed = run(dataclasses.replace(cut, zeroes_loads=True), **environment)
+    assert zeroed["tokens"] != stock, "loads decide nothing"
+
+
 def test_first_tokens_first_answers_as_if_never_preempted(
     model: str, stock: dict[str, list[int]]
 ) -> None:

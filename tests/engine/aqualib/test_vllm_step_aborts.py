@@ -149,6 +149,17 @@ def test_a_real_engine_answers_as_if_nothing_was_aborted(
     assert answer["held_places"] == 0, answer
 
 
+def test_a_real_engine_aborts_steps_that_wait_for_their_layers(
+    deep: Path, stock: dict[str, list[int]]
+) -> None:
+    engine = {"enable_prefix_caching": False}
+    answer = run(aborted(deep, "swap", engine, aborted_layers=0.3, cuts_loads=True))
+    assert same(answer, stock) == 2 * len(stock)
+    assert answer["metrics"]["aqua:step_aborts_total"] > 2, answer
+    assert answer["cut"]["columns"] > 0, answer
+    assert answer["held_places"] == 0, answer
+
+
 def test_two_ranks_abort_together_and_answer_as_if_nothing_was_aborted(deep: Path) -> None:
     engine = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     cores = {"VLLM_CPU_OMP_THREADS_BIND": f"0|{min(1, (os.cpu_count() or 1) - 1)}"}
