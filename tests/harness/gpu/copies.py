@@ -282,7 +282,7 @@ def lanes(gpu: GpuAtHand) -> Outcome:
         for count in LANES:
             cells = []
             for way in ("out", "in"):
-                found = _lane_rate(gpu, transport, slabs, nears[0], count, way)
+                found = _lane_rate(gpu, transport, slabs, count, way)
                 cells.append(found)
                 for part, value in found.as_json().items():
                     outcome.figures[f"{side} {way} over {count} lanes {part}"] = value
@@ -313,12 +313,13 @@ def _lane_rate(
     gpu: GpuAtHand,
     transport: Transport,
     slabs: list[MappedSlab],
-    near: torch.Tensor,
     count: int,
     way: str,
 ) -> Figure:
     """GB/s of copies to or from slabs in batches of one for each, over so many lanes."""
     before = gpu.driver.thresholds
+    nears = [gpu.empty(slab.nbytes) for slab in slabs]  # Copies of a batch share no bytes.
+    torch.cuda.synchronize(gpu.device)
     gpu.driver.thresholds = CopyThresholds(device_lanes=count, host_lanes=count)
     try:
         copier = transport.copier()
@@ -326,12 +327,13 @@ def _lane_rate(
         def many() -> None:
             for _ in range(COPIES // len(slabs)):
                 with copier.batched():
-                    for slab in slabs:
+                    for slab, near in zip(slabs, nears, strict=True):
                         pair = (slab.tensor, near) if way == "out" else (near, slab.tensor)
                         copier.copy(*pair)
             copier.fence()
 
-        return rates(COPIES // len(slabs) * len(slabs) * near.nbytes, many, gpu.rounds)
+        nbytes = COPIES // len(slabs) * sum(near.nbytes for near in nears)
+        return rates(nbytes, many, gpu.rounds)
     finally:
         gpu.driver.thresholds = before
 

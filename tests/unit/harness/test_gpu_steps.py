@@ -14,9 +14,12 @@ import pytest
 from aqua_protocol import KIB
 from aqualib.transports import gpu_thresholds
 from aqualib.transports.gpu_thresholds import CopyThresholds, read_thresholds, thresholds_of
+from harness.cuda.stand_in import stand_in
 from harness.gpu import needs, pages, predictions
 from harness.gpu.__main__ import main
-from harness.gpu.choice import Compared, choose, choose_lanes, thresholds
+from harness.gpu.choice import Compared, choose, choose_lanes, lanes_of, thresholds
+from harness.gpu.copies import LANES, lanes
+from harness.gpu.device import StandInGpu
 from harness.gpu.outcome import Outcome, State
 from harness.gpu.plan import (
     BUDGET_MINUTES,
@@ -136,6 +139,15 @@ def test_as_many_lanes_are_taken_as_surely_pay(
         count: [Figure(rate, rate - 2, rate + 2) for rate in pair] for count, pair in rates.items()
     }
     assert choose_lanes(sweep, 1)[0] == chosen
+
+
+def test_lanes_to_other_gpus_are_tried_where_there_are_any() -> None:
+    for gpu_count, sides in ((1, {"host"}), (3, {"host", "device"})):
+        with stand_in(seed=3, gpu_count=gpu_count) as standing:
+            found = lanes(StandInGpu(standing)).figures
+        swept = {side for side in ("host", "device") if lanes_of(found, side)}
+        assert swept == sides
+        assert list(lanes_of(found, "host")) == list(LANES)
 
 
 def test_lanes_are_written_where_they_were_measured(tmp_path: Path) -> None:
