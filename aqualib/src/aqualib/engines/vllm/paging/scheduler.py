@@ -98,8 +98,7 @@ class KvPagingScheduler:
         self._abandoned: dict[str, list[int]] = {}
         # Their last load beside the model lost a block; none is tried again before admission.
         self.failed_loads: set[str] = set()
-        # Blocks of each group that need not be looked at again.
-        self._checkpointed: dict[str, list[int]] = {}
+        self._checkpointed: dict[str, list[int]] = {}  # Blocks of each group that are done with.
         self._until_taken: list[int] = []
         self._worker_count = 0
         self._saves: AsyncPageOut | None = None
@@ -154,7 +153,6 @@ class KvPagingScheduler:
             self.table.hold(clean)
             if sum(map(len, keys)) - len(clean) > self.table.room:
                 keys = [[] for _ in keys]  # A part is of no use.
-        counts = self.counts
         parts: set[int] = set()
         runs: list[BlockRun] = []
         for group, blocks, names, ids in zip(self.groups, wanted, keys, block_ids, strict=True):
@@ -166,9 +164,9 @@ class KvPagingScheduler:
                 parts |= awaited
             else:
                 places, count = self._swap_now(names, swapped, full)
-            counts.saved_blocks += count
-            counts.clean_blocks += len(places) - count
-            counts.unsaved_blocks += len(blocks) - len(places)
+            self.counts.saved_blocks += count
+            self.counts.clean_blocks += len(places) - count
+            self.counts.unsaved_blocks += len(blocks) - len(places)
             runs.append(BlockRun(first, places))
         self.table.release(clean)
         self._saved[request.request_id] = _Saved(runs, computed_tokens, parts)
@@ -231,7 +229,7 @@ class KvPagingScheduler:
         places: list[int] = []
         if external_tokens:
             assert match is not None, f"a load for {request_id} that was not matched"
-            places = self._load(request_id, *match, block_ids)
+            places = self._load(request_id, match, block_ids)
             if saved is not None:
                 self.counts.restored_tokens += external_tokens
             else:
@@ -437,13 +435,10 @@ class KvPagingScheduler:
         return self.groups.cut(runs, local_tokens, total), total - local_tokens
 
     def _load(
-        self,
-        request_id: str,
-        runs: Sequence[BlockRun],
-        tokens: int,
-        block_ids: Sequence[Sequence[int]],
+        self, request_id: str, match: tuple[list[BlockRun], int], block_ids: Sequence[Sequence[int]]
     ) -> list[int]:
         """Have blocks filled from these places, which are to be held."""
+        runs, tokens = match
         places: list[int] = []
         blocks: list[int] = []
         written: list[int] = []
