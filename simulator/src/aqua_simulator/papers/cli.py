@@ -24,7 +24,7 @@ def paper(  # noqa: PLR0917 - Typer hands options over by name
             help="table3, figure2, figure3, figure5 .. figure12, beyond (BlendServe), "
             "aqua-figure8 .. aqua-figure13, conserve-figure1 .. conserve-figure8, "
             "conserve-safepoints, conserve-beyond; a whole paper: blendserve, aqua, conserve; all. "
-            "On one core: figure6 about five minutes, each of figure9 .. figure12 three, "
+            "On one core: figure6 one minute, each of figure9 .. figure12 up to three, "
             "aqua-figure8 and aqua-figure13 four, others under one."
         ),
     ],
