@@ -44,7 +44,7 @@ from aqua_batch.service.rows.request_rows import (
     remove_workers,
     settle,
 )
-from aqua_batch.service.rows.schema import BATCHES, REQUESTS
+from aqua_batch.service.rows.schema import BATCHES, FILES, REQUESTS
 from harness.bounds import HANG_S
 from harness.postgres_process import postgres
 
@@ -182,18 +182,8 @@ async def test_lengths_are_learned_from_a_tenants_own_ended_batches(database: Da
         ):
             batch = new_batch(connection, tenant, endpoint)
             file_id = new_file_id()
-            add_file(
-                connection,
-                file_id=file_id,
-                tenant=tenant,
-                filename="out",
-                purpose="batch_output",
-                size_bytes=1,
-                created_s=0,
-                expires_s=None,
-                object_key=f"out of {batch.seq}",
-                state=state,
-            )
+            add_file(connection, file_id, tenant, f"out of {batch.seq}", 0.0)
+            connection.execute(update(FILES).where(FILES.c.file_id == file_id).values(state=state))
             changed = update(BATCHES).where(BATCHES.c.seq == batch.seq)
             connection.execute(changed.values(output_file_id=file_id))
         return new_batch(connection, "t", "/v1/completions")
