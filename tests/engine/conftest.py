@@ -30,6 +30,7 @@ NEEDS_VLLM = [
     "aqualib/test_vllm_co_serving.py",
     "aqualib/test_vllm_commands.py",
     "aqualib/test_vllm_interleavings.py",
+    "aqualib/test_vllm_metrics.py",
     "aqualib/test_vllm_refusals.py",
     "aqualib/test_vllm_step_aborts.py",
     "aqualib/test_vllm_swaps.py",
