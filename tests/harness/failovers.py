@@ -54,6 +54,7 @@ class Member:
         epochs: In the order of their acknowledgement; each was asked for after the one before.
         lost: What the books denied.
         refusals: Answers that said: ask again.
+        refusal: The last of them.
     """
 
     def __init__(self, name: str, coordinators: list[httpx.AsyncClient]) -> None:
@@ -63,6 +64,7 @@ class Member:
         self.epochs: list[int] = []
         self.lost: list[str] = []
         self.refusals = 0
+        self.refusal = ""
         self._coordinators = itertools.cycle(coordinators)
 
     async def run(self) -> None:
@@ -95,6 +97,7 @@ class Member:
                 self.lost.append(f"{path}: {refusal.message}")
                 return None
             self.refusals += 1
+            self.refusal = refusal.message
             await asyncio.sleep(0.01)
         raise AssertionError("coordinators end")
 
@@ -136,10 +139,17 @@ class FailoverRoom:
 
     async def wait_for(self, count: int) -> None:
         """Wait until so many more leases have been acknowledged."""
-        wanted = self.acknowledged + count
-        async with asyncio.timeout(HANG_S):
-            while self.acknowledged < wanted:  # noqa: ASYNC110 - six tasks add to it
-                await asyncio.sleep(0.002)
+        wanted, refused = self.acknowledged + count, self.refusals
+        try:
+            async with asyncio.timeout(HANG_S):
+                while self.acknowledged < wanted:  # noqa: ASYNC110 - six tasks add to it
+                    await asyncio.sleep(0.002)
+        except TimeoutError:
+            heard = [(member.refusal, member.lost[-1:]) for member in self.members]
+            raise AssertionError(
+                f"{wanted - self.acknowledged} of {count} leases were not granted in {HANG_S:g} s,"
+                f" with {self.refusals - refused} refusals; members heard last: {heard}"
+            ) from None
 
     async def fail_over(self, kind: str) -> None:
         """One fault, one new master, everybody back, and the account."""
