@@ -85,7 +85,8 @@ async def test_one_that_does_not_tell_is_warned_of_with_what_it_needs() -> None:
 
 
 async def test_cluster_mode_is_refused_by_name_everywhere() -> None:
-    with node_with(*SAFE, "cluster-enabled yes") as node:
+    (bus,) = free_ports(1)  # By itself it takes one from which the kernel serves connections.
+    with node_with(*SAFE, "cluster-enabled yes", f"cluster-port {bus}") as node:
         for production in (False, True):
             with pytest.raises(ConfigError, match="Redis Cluster") as refused:
                 await open_books(node, production=production)
