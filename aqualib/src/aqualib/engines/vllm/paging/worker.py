@@ -70,7 +70,7 @@ class KvPagingWorker:
     """Moves blocks for one worker.
 
     Args:
-        rows: The KV cache, from `block_rows`.
+        rows: The KV cache, from `by_layers`.
         aqua: Whose memory; closed by `close`.
         capacity_blocks: Places that plans may name.
         layer_ends: From `by_layers`; None if the model asks for no layer.
@@ -173,12 +173,14 @@ class KvPagingWorker:
             is_layer_wise: The model calls `await_layer` before it reads blocks of a layer.
         """
         whole = list(zip(plan.in_places, plan.in_blocks, strict=True))
-        written = set(plan.written_blocks)
-        parted = [pair for pair in whole if pair[1] not in written]
-        if is_layer_wise and len(columns := self._cut(len(parted))) > 1:
-            whole = [pair for pair in whole if pair[1] in written]
-        else:
-            columns = []
+        parted: list[tuple[int, int]] = []
+        columns: list[Range] = []
+        if whole and is_layer_wise:
+            written = set(plan.written_blocks)
+            unwritten = [pair for pair in whole if pair[1] not in written]
+            if len(cut := self._cut(len(unwritten))) > 1:
+                columns, parted = cut, unwritten
+                whole = [pair for pair in whole if pair[1] in written]
         if whole:
             started_s = time.perf_counter()
             self._in(whole, self._staging, self._blocks.whole)
