@@ -55,8 +55,8 @@ SLAB_BYTES: Final = 16 * MIB
 SLAB_COUNT: Final = 4
 BLOCK_BYTES: Final = 2 * MIB
 PAGE_OUTS: Final = 200
-"""In a lease's life: a quarter of a second of them, short for a lease of an engine. A lease's spans are
-drawn once, so half as many would double their share."""
+"""In a lease's life: a quarter of a second of them, short for a lease of an engine. A lease's spans
+are drawn once, so half as many would double their share."""
 SETTLE_S: Final = 10.0
 MAX_RATIO: Final = 1.02
 IDENTITY: Final = Identity(node="bench", domain="bench", gpu_uuid="bench")
