@@ -13,7 +13,7 @@ import csv
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from aqua_simulator.serving.engine import Engine, EngineSettings, serve_routed
 from aqua_simulator.serving.memory import PagedMemory
 from aqua_simulator.serving.request import Arrival, Served
 from aqua_simulator.timing.iteration import IterationTime, ScheduledBatch
+from aqua_simulator.whatif.jobs import GapJob, OnlineJob, SimulationInput
 from aqua_simulator.whatif.members import RESERVE_SHARE
 from aqua_simulator.whatif.online import CALM_S
 from aqua_simulator.whatif.step_times import StepCoefficients
@@ -290,3 +291,26 @@ def openmetrics(
                     if is_kept
                 ]
     return "\n".join([*lines, "# EOF", ""])
+
+
+class RecoveredShares(NamedTuple):
+    """What was found of savings, over what was planted."""
+
+    idle_time: float
+    spare_memory: float
+    offline_work: float
+
+
+def recovered(day: PlantedDay, background: SimulationInput) -> RecoveredShares:
+    """What simulations of a recorded day, with the step times found in it, bring of its savings."""
+    today = OnlineJob(0).run(background).by_model
+    idle_s = 4 * day.span_s - sum(each["busy_s"] for each in today.values())
+    background = replace(background, short=("docs",), today=today)
+    lent = OnlineJob(0, is_harvesting=True).run(background).lending
+    found = GapJob(0, "chat").run(background)
+    known = GapJob(0, "chat").run(replace(background, times={"chat": day.times}))
+    return RecoveredShares(
+        idle_s / 3600.0 / day.idle_gpu_hours,
+        lent.offered_gb_s / 3600.0 / day.spare_gb_hours,
+        found.offline_tokens_per_s / known.offline_tokens_per_s,
+    )

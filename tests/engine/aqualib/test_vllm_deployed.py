@@ -271,20 +271,12 @@ def test_an_engine_that_slept_in_the_middle_answers_as_ever(
     deployed: Deployment, expected: list[list[int]], level: int
 ) -> None:
     """Level 1 forgets all KV. A build for CPUs keeps the weights where they are, and says so."""
-    client = deployed.client
     was_amid = False
-    with ThreadPoolExecutor(1) as pool:
-        while not was_amid:
-            before = deployed.counters()
-            answers = pool.submit(ask_all, client, **LONG)
-            await_turn(deployed, before)
-            client.post("/sleep", params={"level": level, "mode": "keep"}).raise_for_status()
-            assert client.get("/is_sleeping").json() == {"is_sleeping": True}
-            was_amid = not answers.done()
-            awake = {"tags": "scheduling"} if level == 0 else {}
-            client.post("/wake_up", params=awake).raise_for_status()
-            assert tokens_of(answers.result(HANG_S)) == expected
-    assert client.get("/is_sleeping").json() == {"is_sleeping": False}
+    while not was_amid:
+        before = deployed.counters()
+        was_amid, answers = sleep_amid(deployed, level, "keep")
+        assert tokens_of(answers) == expected
+    assert deployed.client.get("/is_sleeping").json() == {"is_sleeping": False}
     if level:
         assert "sleep mode is not supported on CPU, ignore it" in deployed.log.read_text()
     assert_took_turns(deployed.counters(), before)
@@ -295,25 +287,33 @@ def test_an_engine_that_ends_its_requests_before_it_sleeps_answers_as_ever(
     deployed: Deployment, expected: list[list[int]], mode: str
 ) -> None:
     """Those that wait outside of memory end as well: waited for, or aborted."""
-    client = deployed.client
     was_amid = False
-    with ThreadPoolExecutor(1) as pool:
-        while not was_amid:
-            before = deployed.counters()
-            asked = pool.submit(ask_all, client, **LONG)
-            await_turn(deployed, before)
-            was_amid = not asked.done()
-            client.post("/sleep", params={"level": 1, "mode": mode}).raise_for_status()
-            client.post("/wake_up").raise_for_status()
-            answers = asked.result(HANG_S)
-            if mode == "wait":
-                assert tokens_of(answers) == expected
-                continue
-            was_amid = any(each["finish_reason"] == "abort" for each in answers)
-            for tokens, whole in zip(tokens_of(answers), expected, strict=True):
-                assert tokens == whole[: len(tokens)]
-    assert tokens_of(ask_all(client, **LONG)) == expected
+    while not was_amid:
+        was_amid, answers = sleep_amid(deployed, 1, mode)
+        if mode == "wait":
+            assert tokens_of(answers) == expected
+            continue
+        was_amid = any(each["finish_reason"] == "abort" for each in answers)
+        for tokens, whole in zip(tokens_of(answers), expected, strict=True):
+            assert tokens == whole[: len(tokens)]
+    assert tokens_of(ask_all(deployed.client, **LONG)) == expected
     until(lambda: is_idle(deployed.counters()), "no request is left, nor any memory")
+
+
+def sleep_amid(deployed: Deployment, level: int, mode: str) -> tuple[bool, list[dict[str, Any]]]:
+    """Ask, and have the engine sleep and wake meanwhile; whether it was so, and the answers."""
+    client, before = deployed.client, deployed.counters()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask_all, client, **LONG)
+        await_turn(deployed, before)
+        was_amid = not asked.done()
+        client.post("/sleep", params={"level": level, "mode": mode}).raise_for_status()
+        assert client.get("/is_sleeping").json() == {"is_sleeping": True}
+        if mode == "keep":  # What it keeps cannot have ended.
+            was_amid = not asked.done()
+        awake = {"tags": "scheduling"} if level == 0 else {}
+        client.post("/wake_up", params=awake).raise_for_status()
+        return was_amid, asked.result(HANG_S)
 
 
 def await_turn(deployed: Deployment, before: dict[str, float]) -> None:

@@ -15,11 +15,18 @@ import pytest
 
 from aqua_protocol.errors import ConfigError, UnavailableError
 from aqua_simulator.whatif.cluster import Cluster, read_cluster
-from aqua_simulator.whatif.jobs import CapacityJob, GapJob, OnlineJob, SimulationInput
+from aqua_simulator.whatif.jobs import CapacityJob, OnlineJob, SimulationInput
 from aqua_simulator.whatif.prometheus import PrometheusSource, read_prometheus
 from aqua_simulator.whatif.step_times import fitted
 from harness.bounds import HANG_S
-from harness.planted_day import PlantedDay, drawn_day, openmetrics, planted_day, write_day
+from harness.planted_day import (
+    PlantedDay,
+    drawn_day,
+    openmetrics,
+    planted_day,
+    recovered,
+    write_day,
+)
 from harness.slices import examples
 from harness.vllm_server import free_port
 
@@ -119,16 +126,10 @@ def test_savings_of_a_drawn_day_come_back_from_histograms(seed: int, tmp_path: P
         recorded = read_prometheus(source(url, day), cluster)
     times = fitted(recorded.loads, cluster.engines)
     background = SimulationInput(cluster, recorded, times, sample_count=3, sample_s=100.0)
-    today = OnlineJob(0).run(background).by_model
-    idle_s = 4 * day.span_s - sum(each["busy_s"] for each in today.values())
-    assert idle_s / 3600.0 == pytest.approx(day.idle_gpu_hours, rel=0.1)
-    background = replace(background, short=("docs",), today=today)
-    lent = OnlineJob(0, is_harvesting=True).run(background).lending
-    assert lent.offered_gb_s / 3600.0 == pytest.approx(day.spare_gb_hours, rel=0.1)
-    found = GapJob(0, "chat").run(background)
-    known = GapJob(0, "chat").run(replace(background, times={"chat": day.times}))
+    found = recovered(day, background)
+    assert found[:2] == pytest.approx((1.0, 1.0), rel=0.1)
     # Rests on what contexts cost, of which the mean of a window tells least.
-    assert found.offline_tokens_per_s == pytest.approx(known.offline_tokens_per_s, rel=0.2)
+    assert found.offline_work == pytest.approx(1.0, rel=0.2)
 
 
 def test_gaps_and_resets_are_named(day: PlantedDay, cluster: Cluster, tmp_path: Path) -> None:
