@@ -162,12 +162,15 @@ def _serve() -> None:
 def _serve_unfenced() -> None:
     from aqua_batch.service.rows import request_rows
 
+    end_leases = request_rows.end_leases
+
     def all_of_them(
         connection: Connection, requests: Sequence[LeasedRequest]
     ) -> set[tuple[int, int, int]]:
+        end_leases(connection, requests)
         return {each.key for each in requests}
 
-    request_rows.still_leased = all_of_them
+    request_rows.end_leases = all_of_them
     _serve()
 
 

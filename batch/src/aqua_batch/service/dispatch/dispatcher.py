@@ -18,10 +18,10 @@ import contextlib
 import random
 import secrets
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import structlog
 from pydantic_core import from_json, to_json
@@ -34,6 +34,7 @@ from aqua_batch.service.dispatch.engines import (
     EnginePool,
 )
 from aqua_batch.service.dispatch.metrics import BatchMetrics
+from aqua_batch.service.dispatch.ready_queue import ReadyQueue, ReadyRequest
 from aqua_batch.service.dispatch.recorder import Recorder
 from aqua_batch.service.files.objects import ObjectStore
 from aqua_batch.service.rows.database import Database
@@ -56,7 +57,7 @@ log = structlog.get_logger(__name__)
 POLL_S: Final = 0.5
 """Seconds between looks at what other services may have changed. Doubled, a request that waits for
 a repetition, or was cancelled elsewhere, is noticed half a second later."""
-MOST_AHEAD: Final = 256
+MOST_AHEAD: Final = 1024
 """Requests leased ahead of the engines of a model. Doubled, twice as many texts lie in memory."""
 AHEAD_S: Final = 0.25
 """Seconds for which requests are leased ahead of engines that answer fast; of others, as many as
@@ -80,14 +81,6 @@ LONGEST_PAUSE_S: Final = 60.0
 """Seconds. Doubled, a request whose engines fail for long ends up to a minute later."""
 LIVES_PER_LEASE: Final = 4
 """How often a worker prolongs its life within it. Doubled, twice the transactions."""
-
-
-class _ReadyRequest(NamedTuple):
-    """A leased request that waits for a place at an engine that has its model."""
-
-    request: LeasedRequest
-    body: bytes
-    model: str
 
 
 class Dispatcher:
@@ -118,8 +111,10 @@ class Dispatcher:
         self._max_attempts = max_attempts
         self._now_s = now_s
         self._recorder = Recorder(database, now_s, self._recorded)
-        self._ready: deque[_ReadyRequest] = deque()
+        self._ready = ReadyQueue()
         self._jobs: dict[tuple[int, int, int], tuple[LeasedRequest, asyncio.Task[None]]] = {}
+        self._running_bytes = 0
+        self._low_marks: dict[str | None, int] = {}
         self._taken: Counter[str] = Counter()
         self._pace: Counter[str] = Counter()
         self._is_wanting = asyncio.Event()
@@ -140,7 +135,9 @@ class Dispatcher:
             ):
                 yield
         finally:
-            await self._drop(list(self._jobs))
+            while self._jobs:  # One that is given back meanwhile takes another's place.
+                self._ready.clear()
+                await self._drop(list(self._jobs))
             self._ready.clear()
             with contextlib.suppress(StoreUnavailableError):
                 if len(self._recorder):
@@ -182,7 +179,7 @@ class Dispatcher:
             if held:
                 active = await self._database.read(partial(active_batches, batches=held))
                 gone = held - active  # What was leased meanwhile is of neither.
-                self._ready = deque(each for each in self._ready if each.request.batch not in gone)
+                self._ready.drop(gone)
                 await self._drop([key for key in self._jobs if key[0] in gone])
             with resting(), contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
@@ -221,39 +218,41 @@ class Dispatcher:
 
     async def _lease_more(self) -> int:
         """Lease what runs low, if it is worth a transaction; how many requests there were."""
-        held_bytes = sum(each.request.size for each in self._ready)
-        held_bytes += sum(each.size for each, _ in self._jobs.values())
+        held_bytes = self._ready.size_bytes + self._running_bytes
         is_behind = (
             len(self._recorder) >= MOST_UNRECORDED
             or self._recorder.waiting_bytes >= MOST_UNRECORDED_BYTES
             or held_bytes >= MOST_HELD_BYTES
         )
         listed = frozenset[str]().union(*(each.models or () for each in self._engines.engines))
-        ready = Counter(each.model for each in self._ready)
-        wanted = sum(self._wanted(model, ready) for model in (*listed, None))
+        models = (*listed, None)
+        self._low_marks = {model: (self._ahead(model) - 1) // 2 for model in models}
+        ready = {model: self._ready.count(model) for model in models}
+        wanted = sum(self._wanted(model, ready) for model in models)
         if is_behind or not wanted:
             return 0
-        return await self._lease(wanted, MOST_HELD_BYTES - held_bytes)
+        return await self._lease(wanted, ready, MOST_HELD_BYTES - held_bytes)
 
-    def _wanted(self, model: str | None, ready: Counter[str]) -> int:
+    def _ahead(self, model: str | None) -> int:
+        """Requests to have ready for a model, or for batches of several (None)."""
+        taken = self._pace.total() if model is None else self._pace[model]
+        in_time = int(taken * AHEAD_S / SENSE_S)
+        return min(MOST_AHEAD, max(self._engines.places_for(model), in_time))
+
+    def _wanted(self, model: str | None, ready: Mapping[str | None, int]) -> int:
         """Requests to lease for a model, or for batches of several (None), once they run low.
 
         Each model for itself: one whose engines are full keeps as many ready, and others that run
         low meanwhile get theirs before an engine waits.
         """
-        taken = self._pace.total() if model is None else self._pace[model]
-        ahead = min(
-            MOST_AHEAD,
-            max(self._engines.places_for(model), int(taken * AHEAD_S / SENSE_S)),
-        )
-        wanted = ahead - (ready.total() if model is None else ready[model])
+        ahead = self._ahead(model)
+        wanted = ahead - ready.get(model, 0)
         is_low = wanted * 2 > ahead or (wanted > 0 and self._engines.has_room(model))
         return wanted if is_low else 0
 
-    async def _lease(self, count: int, most_bytes: int) -> int:
+    async def _lease(self, count: int, ready: Mapping[str | None, int], most_bytes: int) -> int:
         running = Counter(each.tenant for each, _ in self._jobs.values())
         running.update(each.request.tenant for each in self._ready)
-        ready = Counter(each.model for each in self._ready)
         worker = self.worker
 
         leased = await self._database.write(
@@ -281,45 +280,43 @@ class Dispatcher:
                     self._fail(each, "the input has changed since it was checked")
             else:
                 if worker == self.worker:  # Otherwise this life is over, and so are its leases.
-                    self._ready.extend(ready_requests)
+                    for ready_request in ready_requests:
+                        self._ready.put(ready_request)
         return len(leased)
 
-    def _read(self, key: str, requests: Sequence[LeasedRequest]) -> list[_ReadyRequest]:
+    def _read(self, key: str, requests: Sequence[LeasedRequest]) -> list[ReadyRequest]:
         lines = self._objects.ranges(key, [(each.start, each.size) for each in requests])
         bodies = [from_json(line.removeprefix(b"\xef\xbb\xbf"))["body"] for line in lines]
         return [
-            _ReadyRequest(request, to_json(body), str(body["model"]))
+            ReadyRequest(request, to_json(body), str(body["model"]))
             for request, body in zip(requests, bodies, strict=True)
         ]
 
     def _pump(self) -> None:
         """Give engines with room the next requests of models that they have."""
         full: set[str] = set()
-        kept: list[_ReadyRequest] = []
-        while self._ready:
-            ready = self._ready.popleft()
-            engine = None if ready.model in full else self._engines.take(ready.model)
+        while waiting := [model for model in self._ready.models if model not in full]:
+            engine = self._engines.take(waiting[0])
             if engine is None:
-                full.add(ready.model)
-                kept.append(ready)
+                full.add(waiting[0])
                 continue
+            ready = self._ready.take(waiting[0])
             self._taken[ready.model] += 1
-            run = self._run(ready, engine)
-            job = start_job(run, partial(self._crashed, ready.request))
+            self._running_bytes += ready.request.size
+            job = start_job(self._run(ready, engine), partial(self._crashed, ready.request))
             self._jobs[ready.request.key] = ready.request, job
-        self._ready.extend(kept)
 
     def _crashed(self, request: LeasedRequest, error: BaseException) -> None:
         """Give back a request that tripped over a mistake of ours, or end it as any that fails."""
         log.error("unexpected error", exc_info=error)
         self._fail(request, "the batch service made a mistake")
 
-    async def _run(self, ready: _ReadyRequest, engine: EngineEndpoint) -> None:
+    async def _run(self, ready: ReadyRequest, engine: EngineEndpoint) -> None:
         request = ready.request
         try:
             answer = await self._engines.ask(engine, request.endpoint, ready.body)
         except EngineAbsentError:
-            self._ready.appendleft(ready)
+            self._ready.put_back(ready)
         except EngineFailedError as error:
             self._fail(request, error.message)
         else:
@@ -329,7 +326,13 @@ class Dispatcher:
         finally:
             engine.running -= 1
             self._jobs.pop(request.key, None)
-            self._is_wanting.set()
+            self._running_bytes -= request.size
+            self._pump()
+            if self._runs_low(ready.model) or self._runs_low(None):
+                self._is_wanting.set()
+
+    def _runs_low(self, model: str | None) -> bool:
+        return self._ready.count(model) <= self._low_marks.get(model, 0)
 
     def _fail(self, request: LeasedRequest, reason: str) -> None:
         """Let a request wait for another try, or end it if it has had them all."""

@@ -210,6 +210,7 @@ class EnginePool:
             headers=self._headers,
             timeout=self._timeout,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
+            cookie_jar=aiohttp.DummyCookieJar(),  # No engine's session is of use to a batch.
         )
         await self._look_up()
         return self

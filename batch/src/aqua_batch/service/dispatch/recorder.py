@@ -27,10 +27,10 @@ RETRY_S: Final = 0.5
 half a second later once it is back."""
 MOST_AT_ONCE: Final = 512
 """Outcomes of one transaction: some 10 ms. Doubled, other writers wait twice as long."""
-GATHER_S: Final = 0.05
+GATHER_S: Final = 0.1
 """Seconds in which outcomes gather for a transaction, whose cost is that of some hundred of them.
 Doubled, half as many transactions are written where engines are fast, and a process that is killed
-loses the work of another 50 ms."""
+loses the work of another 100 ms."""
 
 
 class Recorder:

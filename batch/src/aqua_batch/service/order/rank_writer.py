@@ -10,7 +10,6 @@ could take as a whole needs no order and gets none.
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from array import array
 from collections import deque
@@ -19,13 +18,14 @@ from functools import partial
 from typing import Final
 
 import structlog
-from sqlalchemy import ARRAY, CTE, Connection, Integer, cast, func, select, update
+from sqlalchemy import Connection, select, update
 
 from aqua_batch.policies import Policy
 from aqua_batch.service.order.order_task import OrderTask
 from aqua_batch.service.rows.batch_rows import BatchJob
 from aqua_batch.service.rows.database import Database
 from aqua_batch.service.rows.file_rows import FileState
+from aqua_batch.service.rows.number_lists import numbered
 from aqua_batch.service.rows.request_rows import RequestState, lock_batches
 from aqua_batch.service.rows.schema import BATCHES, FILES, REQUESTS
 from aqua_protocol.errors import StoreUnavailableError
@@ -140,26 +140,13 @@ def rank_requests(
 ) -> None:
     """Give those of these lines of a batch that wait the ranks from `first_rank` on, in order."""
     lock_batches(connection, [batch])
-    numbered = _numbered(connection, lines)
+    numbers = numbered(connection, lines)
     connection.execute(
         update(REQUESTS)
         .where(
             REQUESTS.c.batch == batch,
-            REQUESTS.c.line == numbered.c.line,
+            REQUESTS.c.line == numbers.c.line,
             REQUESTS.c.state == RequestState.WAITING,
         )
-        .values(rank=numbered.c.place + first_rank)
+        .values(rank=numbers.c.place + first_rank)
     )
-
-
-def _numbered(connection: Connection, lines: Sequence[int]) -> CTE:
-    """Lines as a table, with their places from 0 on: one parameter, however many there are."""
-    if connection.dialect.name == "sqlite":
-        each = func.json_each(json.dumps(list(lines))).table_valued("value", "key")
-        query = select(each.c.value.label("line"), each.c.key.label("place"))
-    else:
-        array = cast(list(lines), ARRAY(Integer))
-        each = func.unnest(array).table_valued("value", with_ordinality="number").render_derived()
-        query = select(each.c.value.label("line"), cast(each.c.number - 1, Integer).label("place"))
-    # SQLite would read the array anew for each request that waits.
-    return query.cte("numbered").prefix_with("MATERIALIZED")

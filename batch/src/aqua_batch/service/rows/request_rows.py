@@ -37,16 +37,12 @@ from sqlalchemy import (
     case,
     delete,
     insert,
-    or_,
     select,
     update,
 )
 
-from aqua_batch.service.rows.schema import BATCHES, OUTCOMES, REQUESTS, WORKERS
-
-ROWS_AT_ONCE: Final = 500
-"""Rows of one query that names each of them, below SQLite's 32,766 parameters. Doubled, a
-transaction takes half as many queries, each twice as long."""
+from aqua_batch.service.rows.number_lists import is_among
+from aqua_batch.service.rows.schema import BATCHES, REQUESTS, WORKERS
 
 EARLY_SHARE: Final = 0.1
 """Share of its window in which a batch is never late. Doubled, one that gets too little is helped
@@ -202,15 +198,11 @@ def free_unknown_leases(
 def _change(connection: Connection, keys: Iterable[tuple[int, int, int]], **values: object) -> None:
     """Set columns of requests, which this transaction has locked already."""
     for batch, lines in _lines_by_batch(keys).items():
-        for begin in range(0, len(lines), ROWS_AT_ONCE):
-            connection.execute(
-                update(REQUESTS)
-                .where(
-                    REQUESTS.c.batch == batch,
-                    REQUESTS.c.line.in_(lines[begin : begin + ROWS_AT_ONCE]),
-                )
-                .values(**values)
-            )
+        connection.execute(
+            update(REQUESTS)
+            .where(REQUESTS.c.batch == batch, is_among(connection, REQUESTS.c.line, lines))
+            .values(**values)
+        )
 
 
 def _lines_by_batch(keys: Iterable[tuple[int, int, int]]) -> dict[int, list[int]]:
@@ -381,29 +373,32 @@ def _running_batches() -> Select[Any]:
     )
 
 
-def still_leased(
+def end_leases(
     connection: Connection, requests: Sequence[LeasedRequest]
 ) -> set[tuple[int, int, int]]:
-    """Keys of those requests, whose batches are locked, that are leased in the same generation.
+    """End those of these requests, whose batches are locked, that are leased in this generation.
 
-    The rows stay as they are until the transaction ends.
+    Returns:
+        Their keys: of the others, nothing may be written.
     """
-    current: set[tuple[int, int, int]] = set()
-    for begin in range(0, len(requests), ROWS_AT_ONCE):
-        lines = _lines_by_batch(each.key for each in requests[begin : begin + ROWS_AT_ONCE])
-        named = or_(
-            *(
-                and_(REQUESTS.c.batch == batch, REQUESTS.c.line.in_(sorted(of_batch)))
-                for batch, of_batch in lines.items()
+    lines: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for each in requests:
+        lines[each.batch, each.generation].append(each.line)
+    ended: set[tuple[int, int, int]] = set()
+    for (batch, generation), of_batch in lines.items():
+        found = connection.execute(
+            update(REQUESTS)
+            .where(
+                REQUESTS.c.batch == batch,
+                is_among(connection, REQUESTS.c.line, of_batch),
+                REQUESTS.c.generation == generation,
+                REQUESTS.c.state == RequestState.LEASED,
             )
+            .values(state=RequestState.ENDED, worker=None)
+            .returning(REQUESTS.c.line)
         )
-        query = (
-            select(REQUESTS.c.batch, REQUESTS.c.line, REQUESTS.c.generation)
-            .where(named, REQUESTS.c.state == RequestState.LEASED)
-            .with_for_update()
-        )
-        current.update((batch, line, gen) for batch, line, gen in connection.execute(query))
-    return current
+        ended.update((batch, line, generation) for line in found.scalars())
+    return ended
 
 
 def settle(
@@ -415,9 +410,8 @@ def settle(
     """Record how leases ended; the keys of those that were late, of which nothing was written."""
     requests = [each.request for each in outcomes] + [each.request for each in returns]
     lock_batches(connection, (each.batch for each in requests))
-    current = still_leased(connection, requests)
-    ended = [each for each in outcomes if each.request.key in current]
-    _record(connection, ended, now_s)
+    current = end_leases(connection, requests)
+    _record(connection, [each for each in outcomes if each.request.key in current], now_s)
     again = [each for each in returns if each.request.key in current]
     if again:
         connection.execute(
@@ -425,7 +419,6 @@ def settle(
             .where(REQUESTS.c.batch == bindparam("at"), REQUESTS.c.line == bindparam("on"))
             .values(
                 state=RequestState.WAITING,
-                worker=None,
                 attempts=REQUESTS.c.attempts + bindparam("more"),
                 not_before_s=bindparam("due"),
             ),
@@ -445,21 +438,7 @@ def settle(
 def _record(connection: Connection, ended: Sequence[RequestOutcome], now_s: float) -> None:
     if not ended:
         return
-    connection.execute(
-        insert(OUTCOMES),
-        [
-            {
-                "batch": each.request.batch,
-                "line": each.request.line,
-                "generation": each.request.generation,
-                "is_answer": each.is_answer,
-                "record": each.record,
-            }
-            for each in ended
-        ],
-    )
-    keys = (each.request.key for each in ended)
-    _change(connection, keys, state=RequestState.ENDED, worker=None)
+    _add_outcomes(connection, [(*each.request.key, each.is_answer, each.record) for each in ended])
     counts: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
     for each in ended:
         counts[each.request.batch][not each.is_answer] += 1
@@ -477,6 +456,26 @@ def _record(connection: Connection, ended: Sequence[RequestOutcome], now_s: floa
                 finalizing_s=case((is_over, int(now_s)), else_=BATCHES.c.finalizing_s),
             )
         )
+
+
+_INSERT_EACH: Final = (
+    "INSERT INTO outcomes (batch, line, generation, is_answer, record) VALUES (?, ?, ?, ?, ?)"
+)
+_INSERT_LISTS: Final = (
+    "INSERT INTO outcomes (batch, line, generation, is_answer, record) SELECT * FROM "
+    "unnest(%b::bigint[], %b::integer[], %b::integer[], %b::boolean[], %b::bytea[])"
+)
+
+
+def _add_outcomes(connection: Connection, rows: list[tuple[int, int, int, bool, bytes]]) -> None:
+    """Insert rows as the drivers do it fastest; SQLAlchemy's own way costs twice the time in all.
+
+    PostgreSQL gets a list for each column, for it runs a statement anew for each row.
+    """
+    if connection.dialect.name == "sqlite":
+        connection.exec_driver_sql(_INSERT_EACH, rows)
+    else:
+        connection.exec_driver_sql(_INSERT_LISTS, tuple(map(list, zip(*rows, strict=True))))
 
 
 def withdraw_requests(connection: Connection, batch: int) -> None:
