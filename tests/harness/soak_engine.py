@@ -29,10 +29,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, Self
 
+import httpx
+
 from aqua_cli.output import say
 from aqua_cli.program import ExitCode
 from aqua_cli.progress import progress
 from aqua_protocol import MIB
+from harness.bounds import HANG_S
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.engine_storm import EngineStorm, Happening
 from harness.growth import trend_of
@@ -189,7 +192,22 @@ class EngineSoak:
         self.verdict.control_wrong = self._storm.hear()["counts"]["wrong"] - before
 
     def _await_loan(self) -> None:
-        until(lambda: self._lender.slabs()["leased"] == SLABS, "all that is offered is lent")
+        try:
+            until(lambda: self._lender.slabs()["leased"] == SLABS, "all that is offered is lent")
+        except AssertionError as error:
+            raise AssertionError(f"{error}; {self._told()}") from None
+
+    def _told(self) -> dict[str, Any]:
+        """What each side says of the loan."""
+        paths = ("/v1/producers", "/v1/consumers", "/v1/leases")
+        url = self._coordinator.url
+        told: dict[str, Any] = {
+            path: httpx.get(url + path, timeout=HANG_S).json() for path in paths
+        }
+        told["lender"] = self._lender.slabs()
+        told["faults"] = {str(fault): self.verdict.counts[fault] for fault in Fault}
+        told["engine"] = self._storm.ask("look")["counts"]
+        return told
 
     def _bring(self, fault: Fault) -> None:
         match fault:
