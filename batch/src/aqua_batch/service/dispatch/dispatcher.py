@@ -304,6 +304,7 @@ class Dispatcher:
             self._taken[ready.model] += 1
             self._running_bytes += ready.request.size
             job = start_job(self._run(ready, engine), partial(self._crashed, ready.request))
+            job.add_done_callback(partial(self._ended, ready, engine))
             self._jobs[ready.request.key] = ready.request, job
 
     def _crashed(self, request: LeasedRequest, error: BaseException) -> None:
@@ -323,13 +324,17 @@ class Dispatcher:
             record = to_json(_record_of(request, answer))
             self._recorder.put(RequestOutcome(request, answer.is_answer, record))
             self._metrics.answered(answer.status)
-        finally:
-            engine.running -= 1
-            self._jobs.pop(request.key, None)
-            self._running_bytes -= request.size
-            self._pump()
-            if self._runs_low(ready.model) or self._runs_low(None):
-                self._is_wanting.set()
+
+    def _ended(self, ready: ReadyRequest, engine: EngineEndpoint, job: asyncio.Task[None]) -> None:
+        """Give the place of a request to the next; also of one that was dropped before it began."""
+        engine.running -= 1
+        held = self._jobs.get(ready.request.key)
+        if held is not None and held[1] is job:  # Else another engine has it already.
+            del self._jobs[ready.request.key]
+        self._running_bytes -= ready.request.size
+        self._pump()
+        if self._runs_low(ready.model) or self._runs_low(None):
+            self._is_wanting.set()
 
     def _runs_low(self, model: str | None) -> bool:
         return self._ready.count(model) <= self._low_marks.get(model, 0)
