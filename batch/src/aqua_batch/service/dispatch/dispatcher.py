@@ -110,7 +110,7 @@ class Dispatcher:
         self._lease_s = lease_s
         self._max_attempts = max_attempts
         self._now_s = now_s
-        self._recorder = Recorder(database, now_s, self._recorded)
+        self._recorder = Recorder(database, lease_s, now_s, self._recorded)
         self._ready = ReadyQueue()
         self._jobs: dict[tuple[int, int, int], tuple[LeasedRequest, asyncio.Task[None]]] = {}
         self._running_bytes = 0

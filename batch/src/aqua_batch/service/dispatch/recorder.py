@@ -31,12 +31,16 @@ GATHER_S: Final = 0.1
 """Seconds in which outcomes gather for a transaction, whose cost is that of some hundred of them.
 Doubled, half as many transactions are written where engines are fast, and a process that is killed
 loses the work of another 100 ms."""
+GATHER_SHARE: Final = 0.1
+"""Of a worker's life, at most, for the same: with the end of the life, what it has not recorded is
+late. Doubled, a worker that lives for less than a second loses more where machines stand still."""
 
 
 class Recorder:
     """Takes outcomes and returns, and records them in order.
 
     Args:
+        life_s: How long the worker is thought alive after it was last heard of.
         recorded: Called after a transaction with how many of its entries were late.
 
     Attributes:
@@ -44,9 +48,14 @@ class Recorder:
     """
 
     def __init__(
-        self, database: Database, now_s: Callable[[], float], recorded: Callable[[int], None]
+        self,
+        database: Database,
+        life_s: float,
+        now_s: Callable[[], float],
+        recorded: Callable[[int], None],
     ) -> None:
         self._database = database
+        self._gather_s = min(GATHER_S, GATHER_SHARE * life_s)
         self._now_s = now_s
         self._recorded = recorded
         self._waiting: list[RequestOutcome | Return] = []
@@ -75,7 +84,7 @@ class Recorder:
                 self._came.clear()
                 with resting():
                     await self._came.wait()
-                    await asyncio.sleep(GATHER_S)
+                    await asyncio.sleep(self._gather_s)
             await self.flush()
 
     async def flush(self) -> None:
