@@ -45,6 +45,12 @@ class HolderProcess(Program):
         answer: dict[str, Any] = self.answer()
         return answer
 
+    def paces(self) -> dict[str, float | None]:
+        """Bytes per second that each producer asks for, if it does."""
+        self.tell("paces")
+        paces: dict[str, float | None] = self.answer()
+        return paces
+
 
 def _hold(url: str, nbytes: int, slab_bytes: int) -> None:
     import torch
@@ -67,7 +73,10 @@ def _hold(url: str, nbytes: int, slab_bytes: int) -> None:
         )
         held = [aqua.offload(row) for row in rows]
         say({"leased_bytes": aqua.stats().leased_bytes})
-        for _ in sys.stdin:
+        for line in sys.stdin:
+            if line == "paces\n":
+                say({one.producer_id: one.pace.bytes_per_s for one in aqua.attachments})
+                continue
             aqua.step()
             intact = all(torch.equal(t.load(), r) for t, r in zip(held, rows, strict=True))
             stats = aqua.stats()

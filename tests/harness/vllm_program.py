@@ -29,6 +29,9 @@ OFFER_WITHIN_S: Final = HANG_S
 CUT: Final[Counter[str]] = Counter()
 """Columns of loads, and layers that waited for one."""
 
+SLOWED: Final = "HARNESS_SLOWED"
+"""Names a file to a `SlowedWorker`, which is slowed while the file is there."""
+
 BLOCK_TOKENS: Final = 32
 """The smallest block of vLLM's attention for CPUs."""
 
@@ -72,6 +75,7 @@ class Scenario:
         zeroes_from_round: From this round on, likewise what is paged in is zeroed.
         pinned: Prompts that are pinned at the pause, and asked for once more at the end.
         lend: What to lend, by vLLM's own scheduler or, with `aqua`, ours.
+        lending_worker: By which class.
         await_offered_bytes: Wait for so much to be offered, then say `offered` and wait for a line,
             before the first request.
         wave_at_step: Before this step, the requests of the round are added once more.
@@ -103,6 +107,7 @@ class Scenario:
     zeroes_from_round: int = 0
     pinned: int = 0
     lend: dict[str, Any] | None = None
+    lending_worker: str = "aqualib.engines.vllm.LendingWorker"
     await_offered_bytes: int = 0
     wave_at_step: int = 0
     offers_before_wave: bool = False
@@ -195,7 +200,7 @@ def make_engine(scenario: Scenario) -> Any:  # noqa: ANN401 - vLLM's
         os.environ[ASKING] = f"{scenario.aborted_layers} {scenario.seed}"
         options["worker_cls"] = "harness.holding_worker.AskingWorker"
     if scenario.lend is not None:
-        options["worker_cls"] = "aqualib.engines.vllm.LendingWorker"
+        options["worker_cls"] = scenario.lending_worker
         options.setdefault("scheduler_cls", "aqualib.engines.vllm.LendingScheduler")
         if scenario.aqua is None:
             options["additional_config"] = {"aqua": {"lend": scenario.lend}}

@@ -19,12 +19,14 @@ import pytest
 
 from aqua_protocol import MIB
 from aqualib.engines.vllm.lending.block_limit import BlockLimit
+from aqualib.producer.copy_limit import FIRST_RATE, MIN_RATE
 from harness.block_pool import PaperPool
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.holder_process import HolderProcess
 from harness.lender_process import LenderProcess
+from harness.producers import until
 from harness.tiny_llama import write_tiny_llama
-from harness.vllm_program import Scenario, VllmProgram, run
+from harness.vllm_program import SLOWED, Scenario, VllmProgram, run
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -256,6 +258,39 @@ def test_all_ranks_of_an_engine_lend_the_same_blocks_and_take_them_back(
             assert holder.look()["intact"], "the borrower lost bytes"
     stock = run(waves(model, engine=engine), **RANKS)["tokens"]
     assert_took_back(answer, stock, lent=each)
+
+
+def test_copies_of_all_ranks_give_way_when_they_slow_one_of_them(
+    model: str, sockets: str, coordinator: CoordinatorProcess
+) -> None:
+    scenario = Scenario(
+        model,
+        engine={"num_gpu_blocks_override": BLOCKS, "tensor_parallel_size": 2},
+        lend={**LEND, "bytes": SLAB},
+        lending_worker="harness.slowed_worker.SlowedWorker",
+        await_offered_bytes=SLAB,
+        request_count=1,
+        output_tokens=400,
+        rounds=100,  # It is killed before.
+    )
+    slowed = Path(sockets) / "slowed"
+    variables = environment(sockets, coordinator.url) | RANKS
+    # A busy machine harms steps, too, but not by half.
+    variables |= {"AQUA_MEMBER": "llama", "AQUA_HARM_SHARE": "0.5", SLOWED: str(slowed)}
+    with VllmProgram(scenario, **variables) as program:
+        program.until("offered")
+        with HolderProcess(coordinator.url, 2 * SLAB, SLAB) as holder:
+
+            def rates() -> list[float | None]:
+                paces = holder.paces()
+                assert set(paces) == {"llama.0", "llama.1"}
+                return [*paces.values()]
+
+            program.go_on()
+            until(lambda: rates() == [0.0, 0.0], "both are measured without copies first")
+            until(lambda: min(rate or 0.0 for rate in rates()) > FIRST_RATE, "nothing is slowed")
+            slowed.touch()
+            until(lambda: rates() == [MIN_RATE, MIN_RATE], "copies give way as far as they can")
 
 
 def test_the_pool_on_paper_is_vllms_as_far_as_lending_uses_it() -> None:

@@ -1,7 +1,7 @@
 """Ranks of one engine over real sockets: memory and producers of their own, one decision.
 
-Memory is pages of this machine, unmapped while they are lent; slabs are lent to nobody here, so
-whatever is offered comes back at once.
+Memory is pages of this machine, unmapped while they are lent; slabs are lent to nobody in most
+tests, so whatever is offered comes back at once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Final
@@ -26,15 +27,21 @@ from aqualib.engines.vllm.lending.memory import HostKvMemory, lendable_cache
 from aqualib.engines.vllm.lending.rank_messages import packed, unpacked
 from aqualib.engines.vllm.lending.rank_service import RankService
 from aqualib.engines.vllm.lending.step_count import STEP, StepCount
+from aqualib.producer.copy_limit import FIRST_RATE, MIN_STEPS
+from aqualib.producer.informer import StepListener
 from aqualib.transports.host_pages import PAGE_BYTES
 from harness.block_pool import PaperPool
+from harness.consumers import consuming, grant
 from harness.producers import socket_dir, until
+from harness.raw_consumer import TokenIssuer
 
 if TYPE_CHECKING:
     from aqualib.engines.vllm.lending.granules import GranuleMask
 
 SLAB: Final = 16 * PAGE_BYTES
 BLOCKS: Final = 64
+LONG_STEP_S: Final = 10.0
+"""Of which a pace lasts longer than any test."""
 LOAD: Final = LoadReport(queue_length=0, memory_used_bytes=0, memory_total_bytes=1)
 
 
@@ -149,6 +156,48 @@ def test_all_ranks_give_up_offer_and_take_back_as_much(
     assert lender.ended_reclaims.returned_bytes == 2 * SLAB
     names = lender.identity.gpu_uuid
     assert names == "GPU-0,GPU-0.1", "each rank has a GPU of its own"
+
+
+def test_consumers_of_all_ranks_hear_what_the_engines_steps_decide(
+    workers: Workers, engine: EngineRanks
+) -> None:
+    lender = engine.lender
+    assert isinstance(lender, StepListener)
+    lending_of(engine).shrink(SLAB)
+    lender.offer(SLAB)
+    lender.step_ended(LONG_STEP_S)
+    assert engine.take_pace() is None, "there is nobody to tell"
+    with consuming(slab_bytes=SLAB) as aqua:
+        for service in workers.services:
+            producer = service.producer
+            assert producer is not None
+            issuer = TokenIssuer(producer.producer_id)
+            producer.acknowledge(issuer.ack())
+            aqua.attach(
+                grant(
+                    issuer,
+                    producer.endpoint,
+                    1,
+                    slab_bytes=SLAB,
+                    producer_id=producer.producer_id,
+                )
+            )
+        lender.load = LOAD
+
+        def are_told(rate: float) -> bool:
+            return [each.pace.bytes_per_s for each in aqua.attachments] == [rate, rate]
+
+        for rate in (0.0, FIRST_RATE):
+            for _ in range(MIN_STEPS):
+                lender.step_ended(LONG_STEP_S)
+                if (pace := engine.take_pace()) is not None:
+                    break
+            assert pace is not None
+            assert pace.bytes_per_s == rate
+            assert engine.take_pace() is None, "it is told once"
+            for service in workers.services:
+                service.tell_pace(pace)
+            until(partial(are_told, rate), "both ranks have told their consumers")
 
 
 def test_a_rank_gives_up_nothing_before_its_own_step_has_ended(

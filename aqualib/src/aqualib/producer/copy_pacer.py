@@ -2,6 +2,9 @@
 
 Between the pure `copy_limit` and the lease channel. Consumers are told on the engine's thread, at
 the end of a step: a packet to each, without waiting. While nothing is lent a step costs one look.
+
+Where several producers lend for one engine, its steps are measured once for all of them
+(`rank_producers`), and each is told the rate (`tell`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from aqua_protocol.ids import LeaseId
+    from aqualib.producer.copy_limit import CopyRate
     from aqualib.producer.server import Peer
 
 
@@ -49,8 +53,12 @@ class CopyPacer:
             return
         with self._lock:
             rate = self._limit.stepped(seconds, time.monotonic(), kind)
-            if rate is None:
-                return
+        if rate is not None:
+            self.tell(rate)
+
+    def tell(self, rate: CopyRate) -> None:
+        """Tell consumers, who share the rate; for the engine's thread, as `step_ended`."""
+        with self._lock:
             share = rate.bytes_per_s / max(1, len(self._peers))
             for peer in self._peers.values():
                 peer.pace(Pace(bytes_per_s=share, lasts_s=rate.lasts_s))

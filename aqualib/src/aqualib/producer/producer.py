@@ -95,6 +95,7 @@ class Producer:
         harm_share: Of the engine's time, how much consumers' copies in the background may cost.
 
     Attributes:
+        pacer: Tells consumers how fast they may copy.
         step_ended: Call it with the seconds of each step (`CopyPacer.step_ended`).
         load: The engine's load as last reported; sent along with the next report.
         pressures: How often the engine's load has had memory taken back, by what it was.
@@ -150,7 +151,8 @@ class Producer:
         self._admission = Admission(self.producer_id)
         self._peers: dict[LeaseId, Peer] = {}
         self._tracer = tracer
-        self.step_ended: Final = CopyPacer(self._lock, self._peers, harm_share).step_ended
+        self.pacer: Final = CopyPacer(self._lock, self._peers, harm_share)
+        self.step_ended: Final = self.pacer.step_ended
         self._handouts = Handouts(self._lock, self._handed_out)
         require_short_path(self.endpoint)
         host = Host(self._attach, self._released, self._silent, self._dead, self._tick)

@@ -9,7 +9,7 @@ found when the engine starts or not at all: workers of another node have their m
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -30,16 +30,21 @@ if TYPE_CHECKING:
 
     from aqualib.engines.vllm.lending.memory import LendableCache
     from aqualib.engines.vllm.lending.rank_memory import RankMemory
+    from aqualib.producer.copy_limit import CopyRate
     from aqualib.producer.lender import Borrower, MemoryLender
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRanks:
-    """What an engine lends with: its cache's parts, what offers them, and what borrows, if any."""
+    """What an engine lends with: its cache's parts, what offers them, and what borrows, if any.
+
+    `take_pace` is what the next step tells ranks in other processes (`RankProducers.take_pace`).
+    """
 
     memories: Sequence[RankMemory]
     lender: MemoryLender
     borrower: Borrower | None = None
+    take_pace: Callable[[], CopyRate | None] = lambda: None
 
 
 def rank_endpoint(vllm_config: Any, rank: int) -> Path:
@@ -114,9 +119,10 @@ def open_remote(
             producer_id=producer_id,
             identity=replace(identity, gpu_uuid=",".join(r.layout.gpu_uuid for r in ranks)),
             profile_follower=follower,
+            harm_share=settings.harm_share,
         )
         opened.callback(lender.close)
-        yield EngineRanks(ranks, lender, lender if is_borrowing else None)
+        yield EngineRanks(ranks, lender, lender if is_borrowing else None, lender.take_pace)
 
 
 def _not_found(rank: int, error: Exception) -> ConfigError:

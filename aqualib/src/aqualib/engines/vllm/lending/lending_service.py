@@ -69,6 +69,9 @@ class LendingService:
         still_read: Free blocks that the next step is going to read.
         metrics_port: Where to serve the metrics, if anywhere.
 
+    Attributes:
+        take_pace: See `EngineRanks`.
+
     Raises:
         ConfigError: A setting is wrong, or the cache is too small to lend a slab.
         TransportError: A producer's socket cannot be listened on.
@@ -92,6 +95,7 @@ class LendingService:
             cache_bytes = len(pool.blocks) * block_bytes
             reserve_bytes = options.reserve_of(cache_bytes)
             self.memory_producer: Final = engine.lender
+            self.take_pace: Final = engine.take_pace
             slab_bytes = self.memory_producer.slab_bytes
             self.lending: Final = KvLending(
                 engine.memories,

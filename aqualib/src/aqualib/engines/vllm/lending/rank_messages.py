@@ -1,8 +1,12 @@
-"""What an engine's lending says to its ranks and hears from them: packets over a Unix socket.
+"""What an engine's lending says to its ranks and hears from them.
 
-One order is under way to a rank at a time, and each is answered with how the rank stands then, not
-with what has changed; so an answer that comes late is as good as one in time. A rank also speaks of
-its own accord (`number` 0) when lent memory is back.
+Orders and answers are packets over a Unix socket. One order is under way to a rank at a time, and
+each is answered with how the rank stands then, not with what has changed; so an answer that comes
+late is as good as one in time. A rank also speaks of its own accord (`number` 0) when lent memory
+is back.
+
+The pace of consumers' copies rides on the step's plan instead, as the step's number does: it
+matters while there are steps and at no other time, and a rank that is busy with an order hears it.
 """
 
 from __future__ import annotations
@@ -22,6 +26,10 @@ from aqualib.ranges import Range
 
 if TYPE_CHECKING:
     from aqualib.engines.vllm.lending.granules import GranuleMask
+
+
+PACE: Final = "aqua_pace"
+"""The attribute of a scheduler's output that holds the `CopyRate` for ranks to tell, if any."""
 
 
 class OrderKind(StrEnum):

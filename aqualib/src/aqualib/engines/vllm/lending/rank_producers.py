@@ -8,6 +8,10 @@ from done: memory is back when it is back on every rank.
 A rank can offer less than the others for a reason of its own: its device refused, or an operator
 has taken memory back there. The engine has no use for a block of which a rank lacks its piece, nor
 for a piece beyond what the others give; so at the next look the others go down to the same level.
+
+Nor does a rank have steps of its own to find out what copies cost: each waits for the others in
+every layer or for what the stage before hands on, so copies at one lengthen the steps of all. One
+limit, from the engine's steps, holds the consumers of all ranks back and lets them go on together.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from aqua_protocol import AquaError, TransportError, UnavailableError
 from aqua_protocol.ids import ReclaimId
 from aqualib.engines.vllm.lending.rank_memory import require_all
 from aqualib.engines.vllm.lending.rank_messages import OrderKind, RankFigures
+from aqualib.producer.copy_limit import HARM_SHARE, CopyLimit
 from aqualib.producer.reclaims import ReclaimTicket, ReclaimTotals
 
 if TYPE_CHECKING:
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
     from aqua_protocol.members import LoadReport
     from aqua_protocol.profile import ModelProfile
     from aqualib.engines.vllm.lending.remote_rank import RemoteRank
+    from aqualib.producer.copy_limit import CopyRate
     from aqualib.producer.offer_rule import Pressure
     from aqualib.producer.profile_follower import ProfileFollower
     from aqualib.reporter import Identity
@@ -46,6 +52,7 @@ class RankProducers:
         producer_id: Of the engine; the ranks' names begin with it.
         identity: Of the engine.
         profile_follower: Reads what the books say of the model, if anything does.
+        harm_share: Of the engine's time, how much consumers' copies in the background may cost.
 
     Attributes:
         on_returned: Called when lent memory of any rank is back.
@@ -58,6 +65,7 @@ class RankProducers:
         producer_id: str,
         identity: Identity,
         profile_follower: ProfileFollower | None = None,
+        harm_share: float = HARM_SHARE,
     ) -> None:
         self._ranks = ranks
         self.producer_id: Final = producer_id
@@ -69,6 +77,8 @@ class RankProducers:
         self.ended_reclaims = ReclaimTotals()
         self._load: LoadReport | None = None
         self._may_borrow = True
+        self._copy_limit = CopyLimit(harm_share)
+        self._untold: CopyRate | None = None
         self._lock = threading.Lock()
         self._open: list[tuple[ReclaimTicket, dict[RemoteRank, int]]] = []
         for rank in ranks:
@@ -134,6 +144,21 @@ class RankProducers:
             self._tell_all(there, OrderKind.CLOSE)
         for rank in self._ranks:
             rank.close()
+
+    # --- The engine's thread --------------------------------------------------------------
+
+    def step_ended(self, seconds: float, kind: str = "") -> None:
+        """Hear how long a step of the engine took; see `CopyPacer.step_ended`."""
+        if not self.leased_bytes:
+            return
+        rate = self._copy_limit.stepped(seconds, time.monotonic(), kind)
+        if rate is not None:
+            self._untold = rate
+
+    def take_pace(self) -> CopyRate | None:
+        """What the next step is to tell the ranks of how fast consumers may copy, if anything."""
+        rate, self._untold = self._untold, None
+        return rate
 
     # --- What can be seen -----------------------------------------------------------------
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from aqualib.engines.vllm.lending.memory import LendableCache
     from aqualib.engines.vllm.lending.step_count import StepCount
+    from aqualib.producer.copy_limit import CopyRate
     from aqualib.producer.lender import Borrower
     from aqualib.producer.producer import Producer
     from aqualib.producer.reclaims import ReclaimTicket
@@ -110,6 +111,11 @@ class RankService:
                 self._channel.shutdown()
         self._thread.join(2 * CLOSE_S)
         self._end()
+
+    def tell_pace(self, rate: CopyRate) -> None:
+        """Tell this rank's consumers how fast they may copy; on the worker's thread."""
+        if (producer := self.producer) is not None:
+            producer.pacer.tell(rate)
 
     def _run(self) -> None:
         """Serve the one scheduler that there is, until it goes away."""

@@ -33,6 +33,7 @@ from aqualib.engines.vllm.lending.engine_ranks import (
 )
 from aqualib.engines.vllm.lending.kv_lending import EngineLoad
 from aqualib.engines.vllm.lending.lending_service import LendingService
+from aqualib.engines.vllm.lending.rank_messages import PACE
 from aqualib.engines.vllm.lending.step_count import STEP
 from aqualib.engines.vllm.lending.worker import LENDABLE
 from aqualib.engines.vllm.operations.admin_commands import answer
@@ -135,6 +136,8 @@ class LendingScheduler(Scheduler):
             output = super().schedule(*args, **kwargs)
             # Ranks in other processes count by it.
             setattr(output, STEP, service.lending.step_begun())
+            if (pace := service.take_pace()) is not None:
+                setattr(output, PACE, pace)
             metrics = service.metrics
             metrics.steps.begun(output.total_num_scheduled_tokens, metrics.loans, began_s)
             was_waiting = self._left_waiting > 0

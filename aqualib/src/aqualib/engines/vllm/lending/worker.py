@@ -24,6 +24,7 @@ from aqua_protocol import ConfigError
 from aqualib.connection import default
 from aqualib.engines.vllm.lending.engine_ranks import rank_endpoint
 from aqualib.engines.vllm.lending.memory import HostKvMemory, LendableCache, lendable_cache
+from aqualib.engines.vllm.lending.rank_messages import PACE
 from aqualib.engines.vllm.lending.rank_service import RankService
 from aqualib.engines.vllm.lending.step_count import StepCount
 from aqualib.engines.vllm.options import is_borrowing, options_of
@@ -91,10 +92,12 @@ class LendingWorker(AquaWorker):
             LENDABLE[self.vllm_config.instance_id] = lendable
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Run a step as vLLM does, and count it."""
-        if self._steps is None:
+        """Run a step as vLLM does, count it, and tell consumers what it says of their copies."""
+        if self._steps is None or self._service is None:
             return super().execute_model(scheduler_output)
         self._steps.begun(scheduler_output)
+        if (pace := getattr(scheduler_output, PACE, None)) is not None:
+            self._service.tell_pace(pace)
         output = super().execute_model(scheduler_output)
         is_sampled = self.model_config.runner_type != "pooling"
         # Without an output the step goes on when its tokens are sampled.
