@@ -44,13 +44,15 @@ class CupyOver:
         )
 
     def free(self, at: int) -> None:
-        found = self.machine.space.find(at)
-        if found is not None and found.memory.is_ours:
-            os.ftruncate(found.memory.fd, 0)
-        self._hide(at, is_ours=True)
+        with self.machine.lock:
+            found = self.machine.space.find(at)
+            if found is not None and found.memory.is_ours:
+                os.ftruncate(found.memory.fd, 0)
+            self._hide(at, is_ours=True)
 
     def ipcGetMemHandle(self, at: int) -> bytes:
-        found = self.machine.space.find(at)
+        with self.machine.lock:
+            found = self.machine.space.find(at)
         if found is None or not found.memory.is_ours:
             raise CUDARuntimeError(1)
         return HANDLE.pack(os.getpid(), found.memory.fd, found.memory.device)

@@ -324,29 +324,37 @@ class Machine:
             kind = Kind.UNSET if other is None else Kind.RACE
             self.report(kind, f"{work} {what}", *([] if other is None else [other.stack]))
 
+    def is_device(self, at: int) -> bool:
+        """See `AddressSpace.is_device`; any thread may ask."""
+        with self.lock:
+            return self.space.is_device(at)
+
     def pinned_log(self, at: int) -> tuple[int, AccessLog] | None:
-        """Start and log of the registered host memory that holds an address."""
-        for start, (nbytes, log) in self._pinned.items():
-            if start <= at < start + nbytes:
-                return start, log
+        """Start and log of the registered host memory that holds an address; for any thread."""
+        with self.lock:
+            for start, (nbytes, log) in self._pinned.items():
+                if start <= at < start + nbytes:
+                    return start, log
         return None
 
     def pin(self, at: int, nbytes: int) -> bool:
-        """Register host memory; False where some of it is registered already."""
-        for start, (size, _) in self._pinned.items():
-            if start < at + nbytes and at < start + size:
-                return False
-        self._pinned[at] = nbytes, AccessLog(nbytes, is_set=True)
+        """Register host memory; False where some of it is registered already. For any thread."""
+        with self.lock:
+            for start, (size, _) in self._pinned.items():
+                if start < at + nbytes and at < start + size:
+                    return False
+            self._pinned[at] = nbytes, AccessLog(nbytes, is_set=True)
         return True
 
     def unpin(self, at: int) -> bool:
-        """Undo `pin`; False if it was not registered."""
-        if at not in self._pinned:
-            return False
-        nbytes, _ = self._pinned.pop(at)
-        for work in self._queued():
-            if any(at <= start < at + nbytes for start, _ in work.host):
-                self.report(Kind.REUSED, f"host memory goes under {work}", work.stack)
+        """Undo `pin`; False if it was not registered. For any thread."""
+        with self.lock:
+            if at not in self._pinned:
+                return False
+            nbytes, _ = self._pinned.pop(at)
+            for work in self._queued():
+                if any(at <= start < at + nbytes for start, _ in work.host):
+                    self.report(Kind.REUSED, f"host memory goes under {work}", work.stack)
         return True
 
     def unmap(self, mapping: Mapping) -> None:

@@ -164,7 +164,7 @@ class TorchSide:
 
     def is_device(self, tensor: torch.Tensor) -> bool:
         """Whether the bytes of a tensor are a GPU's."""
-        return self.machine.space.is_device(tensor.untyped_storage().data_ptr())
+        return self.machine.is_device(tensor.untyped_storage().data_ptr())
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
         """What a device tensor says: where its storage is used from."""

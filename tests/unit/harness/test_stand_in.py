@@ -1,0 +1,35 @@
+"""The GPU that is not there, where the walks and scenarios over it cannot tell."""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from harness.cuda.stand_in import stand_in
+
+
+def test_what_threads_share_is_looked_at_under_its_lock() -> None:
+    """Else a thread that reserves addresses ends the look of one that launches a kernel."""
+    with stand_in() as standing:
+        lock = standing.machine.lock
+
+        def can_take() -> bool:
+            is_free = lock.acquire(blocking=False)
+            if is_free:
+                lock.release()
+            return is_free
+
+        looks: list[bool] = []
+
+        class Watched(dict[int, int]):
+            def items(self) -> ItemsView[int, int]:  # type: ignore[override] # the class of a view
+                with ThreadPoolExecutor(1) as other:
+                    looks.append(other.submit(can_take).result())
+                return super().items()
+
+        standing.machine.space.reserved = Watched(standing.machine.space.reserved)
+        torch.ones(4, device="cuda").copy_(torch.zeros(4))
+        assert looks
+        assert not any(looks)
