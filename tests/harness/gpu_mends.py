@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 _start = LeaseClient.start
 _map_run = CudaDevice.map_run
+_unmap_at = CudaDevice.unmap_at
+_zero = CudaDevice.zero
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,16 @@ def _map_one_by_one(
 ) -> None:
     for number, handle in enumerate(handles):
         _map_run(self, at + number * nbytes, [handle], nbytes, is_writable=is_writable)
+
+
+def _unmap_one_by_one(self: CudaDevice, address: int, nbytes: int) -> None:
+    for start in range(0, nbytes, self.granularity):
+        _unmap_at(self, address + start, self.granularity)
+
+
+def _zero_one_by_one(self: CudaDevice, address: int, nbytes: int) -> None:
+    for start in range(0, nbytes, self.granularity):
+        _zero(self, address + start, self.granularity)
 
 
 @contextlib.contextmanager
@@ -324,6 +336,18 @@ MENDS: Final = (
         "each granule gets its rights by a call of its own",
         scenarios.a_cache_is_given_up_and_taken_back,
         ((CudaDevice, "map_run", _map_one_by_one),),
+        defect=15,
+    ),
+    Mend(
+        "each granule is unmapped by a call of its own",
+        scenarios.a_cache_is_given_up_and_taken_back,
+        ((CudaDevice, "unmap_at", _unmap_one_by_one),),
+        defect=15,
+    ),
+    Mend(
+        "each granule is cleared by a call of its own",
+        scenarios.a_cache_is_given_up_and_taken_back,
+        ((CudaDevice, "zero", _zero_one_by_one),),
         defect=15,
     ),
     Mend(

@@ -425,7 +425,9 @@ def a_cache_is_given_up_and_taken_back(seed: int) -> None:
             assert (last.cpu() == number + 5).all()
             assert not tensor[2 * SLAB :].any()
             memory.restore(upper)
-            assert standing.machine.calls["cuMemSetAccess"] == 2, "one a run and direction"
+            calls = standing.machine.calls
+            assert calls["cuMemSetAccess"] == calls["cuMemUnmap"] == 2, "one a run and direction"
+            assert calls["cuMemsetD8Async"] == 1, "one a run"
             assert (tensor[: 2 * SLAB].cpu() == number + 5).all()
             assert not tensor[2 * SLAB :].any()
         memory.close()
