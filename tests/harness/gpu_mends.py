@@ -10,10 +10,7 @@ A review of the code by CUDA's documents, before there was a GPU to try it on, l
 from __future__ import annotations
 
 import contextlib
-import inspect
 import re
-import textwrap
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
@@ -28,6 +25,7 @@ from aqualib.engines.vllm.paging.worker import KvPagingWorker
 from aqualib.leasing.client import LeaseClient
 from aqualib.memory import migration_policy, migrator
 from aqualib.memory.frame_store import FrameStore
+from aqualib.memory.frame_table import FrameTable
 from aqualib.memory.transfers import CopyStream
 from aqualib.producer import producer
 from aqualib.topology import Topology
@@ -44,55 +42,16 @@ from harness import gpu_lane_scenarios as lane_scenarios
 from harness import gpu_layer_scenarios as layer_scenarios
 from harness import gpu_scenarios as scenarios
 from harness import producers
+from harness.mend import Mend, changed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 
 _start = LeaseClient.start
 _map_run = CudaDevice.map_run
 _unmap_at = CudaDevice.unmap_at
 _zero = CudaDevice.zero
-
-
-@dataclass(frozen=True)
-class Mend:
-    """A mend, by what it took away.
-
-    Attributes:
-        without: What the product does without it.
-        scenario: What then goes wrong, by some seed.
-        patches: An owner, a name, and what was there before.
-        defect: Its number in the review; None for what was found later.
-        is_met_by_walks: Whether a random walk (`gpu_walk`) meets it within its first operations.
-    """
-
-    without: str
-    scenario: Callable[[int], None]
-    patches: tuple[tuple[Any, str, Any], ...]
-    defect: int | None = None
-    is_met_by_walks: bool = False
-
-    @contextlib.contextmanager
-    def taken_back(self) -> Iterator[None]:
-        """The product without the mend."""
-        with contextlib.ExitStack() as stack:
-            for owner, name, thing in self.patches:
-                assert hasattr(owner, name), f"{owner} has no {name} any more"
-                stack.enter_context(mock.patch.object(owner, name, thing))
-            yield
-
-
-def changed(owner: Any, name: str, old: str, new: str) -> tuple[Any, str, Any]:  # noqa: ANN401
-    """A patch that puts back a stretch of a function's text as it was before a mend."""
-    plain = inspect.unwrap(getattr(owner, name))
-    text = textwrap.dedent(inspect.getsource(plain))
-    assert text.count(old) == 1, f"{plain.__qualname__} has {text.count(old)} times {old!r}"
-    future = "from __future__ import annotations\n"
-    found: dict[str, Any] = {}
-    code = compile(future + text.replace(old, new), inspect.getfile(plain), "exec")
-    exec(code, plain.__globals__, found)  # noqa: S102 - the product's own text
-    return owner, name, found[name]
 
 
 NO_PATIENCE: Final = (producers, "WITHIN_S", 1.0)
@@ -280,6 +239,18 @@ MENDS: Final = (
         "write-behind copies what kernels are writing",
         scenarios.a_kernel_writes_what_is_to_be_copied_ahead,
         (changed(migration_policy, "_for_unsaved_frames", " and not frame.pins", ""),),
+    ),
+    Mend(
+        "what is written while it is copied ahead counts as copied",
+        scenarios.a_kernel_writes_what_is_being_copied_ahead,
+        (
+            changed(
+                FrameTable,
+                "written_behind",
+                "    frame.pins -= 1\n",
+                "    frame.pins -= 1\n    frame.written &= ~move.parts\n",
+            ),
+        ),
     ),
     Mend(
         "a thread that copies goes back to GPU 0 afterwards",

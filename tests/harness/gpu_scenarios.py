@@ -10,7 +10,7 @@ import contextlib
 import threading
 from functools import partial
 from threading import get_ident
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
 import numpy as np
@@ -24,6 +24,7 @@ from aqualib.engines.vllm.lending.cuda_memory import CudaKvMemory
 from aqualib.engines.vllm.paging.plan import PagingPlan
 from aqualib.engines.vllm.paging.worker import KvPagingWorker
 from aqualib.leasing.demand import LeaseBackoff
+from aqualib.memory.migrator import SlabCopier
 from aqualib.topology import Gpu, Link, LinkKind, Topology
 from aqualib.transports import cuda_buffers
 from harness.consumers import consuming, grant
@@ -287,6 +288,30 @@ def a_kernel_writes_what_is_to_be_copied_ahead(seed: int) -> None:
         assert (second.load().cpu() == 3).all()
 
 
+def a_kernel_writes_what_is_being_copied_ahead(seed: int) -> None:
+    """What is written during write-behind's copy counts as not copied, and nobody waits."""
+    with stand_in(seed=seed) as standing, borrowing(standing) as (aqua, producer):
+        begun, written, copied = (threading.Event() for _ in range(3))
+        copy = SlabCopier.copy
+
+        def copy_late(self: SlabCopier, *slabs_and_ranges: Any) -> str:  # noqa: ANN401 - the product's
+            begun.set()
+            written.wait(WITHIN_S)
+            failure = copy(self, *slabs_and_ranges)
+            copied.set()
+            return failure
+
+        with mock.patch.object(SlabCopier, "copy", copy_late):
+            tensor = aqua.offload(torch.full((SLAB,), 3, dtype=torch.uint8, device=GPU))
+            assert begun.wait(WITHIN_S)
+            with tensor.pinned() as view:
+                view.fill_(5)
+                written.set()
+                assert copied.wait(WITHIN_S)
+        assert producer.reclaim(2 * SLAB).wait(WITHIN_S)
+        assert (tensor.load().cpu() == 5).all()
+
+
 # --- Contexts, captures, room -----------------------------------------------------------------
 
 
@@ -444,6 +469,7 @@ SCENARIOS: Final = (
     rows_are_submitted_without_waiting,
     a_reclaim_finds_everything_in_host_memory,
     a_kernel_writes_what_is_to_be_copied_ahead,
+    a_kernel_writes_what_is_being_copied_ahead,
     a_thread_uses_the_second_gpu_only,
     leases_are_taken_up_during_a_capture,
     a_lease_is_taken_up_on_a_full_gpu,

@@ -42,20 +42,25 @@ class AccessLog:
 
     def note(
         self, start: int, end: int, work: Work, *, is_write: bool
-    ) -> Iterator[tuple[str, Work | None]]:
-        """Add an access; yields what is wrong with it and the other work, None if there is none."""
-        found: dict[Any, tuple[str, Work | None]] = {}
+    ) -> Iterator[tuple[str, Work | None, list[tuple[int, int]]]]:
+        """Add an access; yields what is wrong with it, the other work, if any, and where."""
+        found: dict[Any, tuple[str, Work | None, list[tuple[int, int]]]] = {}
+
+        def add(what: str, other: Work | None) -> None:
+            stretch = self._starts[index], (*self._starts, self._end)[index + 1]
+            found.setdefault(id(other), (what, other, []))[2].append(stretch)
+
         indexes = self._stretches(start, end)
         for index in indexes:
             is_set, writer, readers = self._cells[index]
             if not is_write and not is_set:
-                found["unset"] = ("reads bytes that nobody wrote", None)
+                add("reads bytes that nobody wrote", None)
             if writer is not None and not work.is_after(writer):
-                found[id(writer)] = (f"is not ordered after the write of {writer}", writer)
+                add(f"is not ordered after the write of {writer}", writer)
             later = tuple(reader for reader in readers if not work.is_after(reader))
             if is_write:
                 for reader in later:
-                    found[id(reader)] = (f"is not ordered after the read of {reader}", reader)
+                    add(f"is not ordered after the read of {reader}", reader)
             self._cells[index] = (True, work, ()) if is_write else (is_set, writer, (*later, work))
         if is_write and indexes:
             self._starts[indexes.start + 1 : indexes.stop] = []

@@ -27,6 +27,8 @@ from harness.cuda.violations import Kind, Stack, Violation
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from harness.cuda.copy_ahead import CopyAhead
+
 GLOBAL: Final = 0
 """Capture mode of a thread that minds the captures of all others; how every thread begins."""
 
@@ -40,6 +42,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.contexts: list[int] = []
         self.capture_mode = GLOBAL
+        self.ahead: CopyAhead | None = None
 
 
 class Machine:
@@ -125,8 +128,11 @@ class Machine:
 
     def report(self, kind: Kind, what: str, *others: Stack) -> None:
         """Record a broken rule, noticed here."""
-        stacks = (*map(str, others), str(Stack()))
-        self.violations.append(Violation(kind, what, stacks))
+        self.violations.append(self._violation(kind, what, *others))
+
+    @staticmethod
+    def _violation(kind: Kind, what: str, *others: Stack) -> Violation:
+        return Violation(kind, what, (*map(str, others), str(Stack())))
 
     def check(self) -> None:
         """Raise what has been found.
@@ -187,6 +193,7 @@ class Machine:
         self.submissions[threading.get_ident()] += run is not None  # Else it only marks a place.
         stream.count += 1
         work = Work(what, stream, stream.count, stream.clock, run, stream.waits)
+        work.ahead = self.thread.ahead
         stream.waits = []
         for other in self._beside(stream):
             join(stream.clock, other.clock)
@@ -320,9 +327,16 @@ class Machine:
             self._compare(log, at - start, at - start + nbytes, work, is_write=is_write)
 
     def _compare(self, log: AccessLog, start: int, end: int, work: Work, *, is_write: bool) -> None:
-        for what, other in log.note(start, end, work, is_write=is_write):
-            kind = Kind.UNSET if other is None else Kind.RACE
-            self.report(kind, f"{work} {what}", *([] if other is None else [other.stack]))
+        for what, other, stretches in log.note(start, end, work, is_write=is_write):
+            if other is None:
+                self.report(Kind.UNSET, f"{work} {what}")
+                continue
+            found = self._violation(Kind.RACE, f"{work} {what}", other.stack)
+            ahead = other.ahead if is_write else work.ahead
+            if ahead is not None and ahead.is_open:
+                ahead.doubt(stretches, found)
+            else:
+                self.violations.append(found)
 
     def is_device(self, at: int) -> bool:
         """See `AddressSpace.is_device`; any thread may ask."""

@@ -15,6 +15,7 @@ from aqualib.transports import cuda_driver
 from aqualib.transports.cuda_driver import CudaDriver
 from aqualib.transports.cuda_ipc import CudaIpcTransport, CupyRuntime
 from aqualib.transports.cuda_vmm import CudaVmmTransport
+from harness.cuda.copy_ahead import copies_ahead_in_doubt
 from harness.cuda.ipc import CupyOver
 from harness.cuda.library import StandInLibrary
 from harness.cuda.machine import Machine
@@ -72,6 +73,7 @@ class StandIn:
         with (
             mock.patch.object(cuda_driver, "load_library", return_value=self.library),
             self.torch.installation(),
+            copies_ahead_in_doubt(self.machine),
         ):
             yield
         cuda_driver.load_driver.cache_clear()

@@ -16,6 +16,7 @@ from harness.cuda.violations import Stack
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from harness.cuda.copy_ahead import CopyAhead
     from harness.cuda.memory import Mapping
 
 Clock = dict[int, int]
@@ -38,6 +39,7 @@ class Work:
     mappings: list[Mapping] = field(default_factory=list)
     host: list[tuple[int, int]] = field(default_factory=list)
     is_done: bool = False
+    ahead: CopyAhead | None = None
     stack: Stack = field(default_factory=Stack)
 
     def is_after(self, other: Work) -> bool:

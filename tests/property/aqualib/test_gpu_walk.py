@@ -10,8 +10,9 @@ from collections import Counter
 
 import pytest
 
-from harness.gpu_mends import MENDS, Mend
+from harness.gpu_mends import MENDS
 from harness.gpu_walk import EPISODE, walk
+from harness.mend import Mend
 from harness.slices import IS_WHOLE, SEED, examples, shuffled
 
 WALKS = 4

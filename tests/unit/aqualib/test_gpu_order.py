@@ -10,8 +10,9 @@ from aqua_protocol import AquaError
 from harness.gpu_failure_scenarios import FAILURE_SCENARIOS
 from harness.gpu_lane_scenarios import LANE_SCENARIOS
 from harness.gpu_layer_scenarios import LAYER_SCENARIOS
-from harness.gpu_mends import MENDS, Mend
+from harness.gpu_mends import MENDS
 from harness.gpu_scenarios import SCENARIOS as ORDER_SCENARIOS
+from harness.mend import Mend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
