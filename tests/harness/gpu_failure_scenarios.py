@@ -248,6 +248,27 @@ def host_memory_is_near_the_gpu(seed: int) -> None:
         assert re.fullmatch(r"prefer.*:0", policy), f"pages come from {policy}"
 
 
+def _flags_of(slab: MappedSlab) -> list[str]:
+    """What the kernel was told of the mapping that a slab is in."""
+    address, is_here = slab.tensor.data_ptr(), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_here = int(found[1], 16) <= address < int(found[2], 16)
+        elif is_here and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"no mapping has {address:#x}")
+
+
+def host_memory_comes_in_huge_pages(seed: int) -> None:
+    """What a GPU copies to is faulted in and pinned by as few pages as the kernel can."""
+    with stand_in(seed=seed) as standing:
+        slab = standing.transport().create_host(HUGE_PAGE_BYTES)
+        address, flags = slab.tensor.data_ptr(), _flags_of(slab)
+        slab.close()
+        assert "hg" in flags, f"huge pages are not asked for: {flags}"
+        assert address % HUGE_PAGE_BYTES == 0, "no huge page fits"
+
+
 def host_memory_is_pinned_by_several(seed: int) -> None:
     """The landing place of many slabs is faulted in and registered by several threads."""
     with stand_in(seed=seed) as standing:
@@ -341,6 +362,7 @@ FAILURE_SCENARIOS: Final = (
     copies_have_the_priority_of_who_waits,
     rows_go_as_was_measured,
     host_memory_is_near_the_gpu,
+    host_memory_comes_in_huge_pages,
     host_memory_is_pinned_by_several,
     a_gpu_is_cut_into_slices,
     clients_of_mps_are_not_killed,

@@ -37,6 +37,7 @@ from aqualib.transports.cuda_copier import CudaCopier, CudaSide
 from aqualib.transports.cuda_driver import CudaDevice
 from aqualib.transports.cuda_stream import CudaEvent, CudaStream
 from aqualib.transports.gpu_thresholds import CopyThresholds
+from aqualib.transports.host_pages import HostMapping
 from harness import gpu_failure_scenarios as failures
 from harness import gpu_lane_scenarios as lane_scenarios
 from harness import gpu_layer_scenarios as layer_scenarios
@@ -453,6 +454,12 @@ MENDS: Final = (
         "host memory comes from any socket",
         failures.host_memory_is_near_the_gpu,
         ((CudaDevice, "host_node", None),),
+        defect=20,
+    ),
+    Mend(
+        "host memory comes in small pages",
+        failures.host_memory_comes_in_huge_pages,
+        (changed(HostMapping, "__init__", "self._advise(mmap.MADV_HUGEPAGE)", "pass"),),
         defect=20,
     ),
     Mend(
