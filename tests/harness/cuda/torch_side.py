@@ -61,6 +61,7 @@ class TorchSide:
         self.machine = machine
         self.thread = _Thread()
         self.allocator = CachingAllocator(self)
+        self._indexes: dict[int, torch.Tensor] = {}
 
     # --- torch.cuda -----------------------------------------------------------------------
 
@@ -301,15 +302,15 @@ class TorchSide:
         overwritten = func is torch.ops.aten.copy_.default or "fill_" in str(func)
         overwritten |= "zero_" in str(func) or "out" in str(func)
         read = [x for x in tensors if id(x) not in ids or not overwritten]
-        # A table is as large as its index says, if the host can read that.
-        table, index = flat[0], flat[2] if "index_" in str(func) else None
+        # A table is as large as its index says, if the host knows that.
+        table = flat[0]
+        index = self._index_values(flat[2]) if "index_" in str(func) else None
 
         def touched(x: torch.Tensor) -> list[tuple[int, int]]:
-            if x is table and isinstance(index, torch.Tensor) and not self.is_device(index):
-                return rows_of(x, index)
-            return ranges_of(x)
+            return rows_of(x, index) if x is table and index is not None else ranges_of(x)
 
         with self.machine.lock:
+            self._note_index(func, flat, written)
             self.use(stream.device)
             self.machine.queue(
                 stream,
@@ -318,6 +319,24 @@ class TorchSide:
                 reads=[r for x in read for r in touched(x)],
                 writes=[r for x in written for r in touched(x)],
             )
+
+    def _note_index(self, func: Any, flat: list[Any], written: list[torch.Tensor]) -> None:
+        """Remember what an index on a GPU will hold, where it is copied from the host."""
+        for each in written:
+            self._indexes.pop(each.data_ptr(), None)
+        if func is torch.ops.aten.copy_.default:
+            target, source = flat[:2]
+            is_index = source.dtype == torch.int64 and source.shape == target.shape
+            if is_index and self.is_device(target) and not self.is_device(source):
+                # What the host writes there before the copy is done is reported as such.
+                self._indexes[target.data_ptr()] = source.clone()
+
+    def _index_values(self, index: torch.Tensor) -> torch.Tensor | None:
+        """What an index holds when its kernel gets to it; None where only the GPU knows."""
+        if not self.is_device(index):
+            return index
+        known = self._indexes.get(index.data_ptr())
+        return known if known is not None and known.shape == index.shape else None
 
     def _is_seen(self, tensor: torch.Tensor) -> bool:
         """Whether kernels see it: a GPU's memory, or registered memory that was given to one."""
