@@ -4,24 +4,29 @@ Two models on A100s with step times of their own, which the recording shows only
 `chat` is busy in some parts of the day and idle in others, `docs` has long prompts and little
 memory. The engine that makes the day is the simulator's, with the planted step times; what is
 planted beyond them (idle time, spare memory, superfluous engines) follows from the load's shape.
-`planted_day` is one such day, `drawn_day` draws step times, rates and lengths by a seed.
+`planted_day` is one such day, `drawn_day` draws step times, rates and lengths by a seed, and
+`shaped_day` days of other shapes: calm, in bursts, on and off, of two kinds of model, with long
+prompts, nearly full.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
+import yaml
 
 from aqua_protocol.decoders import DECODERS
 from aqua_simulator.serving.engine import Engine, EngineSettings, serve_routed
 from aqua_simulator.serving.memory import PagedMemory
 from aqua_simulator.serving.request import Arrival, Served
 from aqua_simulator.timing.iteration import IterationTime, ScheduledBatch
+from aqua_simulator.whatif.cluster import DeploymentList, EngineShape, cluster_of
 from aqua_simulator.whatif.jobs import GapJob, OnlineJob, SimulationInput
 from aqua_simulator.whatif.members import RESERVE_SHARE
 from aqua_simulator.whatif.online import CALM_S
@@ -34,7 +39,6 @@ PLANTED: Final = StepCoefficients(
 
 CHAT_ENGINES: Final = 3
 CHAT_TOKENS: Final = 200_000
-DOCS_TOKENS: Final = 6_000
 
 CLUSTER: Final = """
 version: 1
@@ -47,6 +51,13 @@ links: {peer_gb_per_s: 250, host_gb_per_s: 25}
 offline: {source: ShareGPT}
 gpu_hour: {A100-80GB: 2.0}
 """
+
+
+TWO_KINDS: Final = CLUSTER.replace(
+    "{name: docs, model: Llama-3.1-8B, gpu: A100-80GB, replicas: 1, server: a, kv_tokens: 6000",
+    "{name: docs, model: Mistral-7B, gpu: H100-80GB, replicas: 2, server: a, kv_tokens: 20000",
+)
+"""The same with documents on two engines of another kind."""
 
 
 def planted_steps(times: StepCoefficients) -> IterationTime:
@@ -98,7 +109,8 @@ class PlantedDay:
         served: By model, as its users saw it.
         busy_s: Of all engines of a model.
         steps: Of all engines of a model: when each was planned, and its tokens.
-        times: What was planted.
+        times: What was planted; of `chat`, where `docs_times` are others.
+        cluster: The deployment list.
     """
 
     times: StepCoefficients
@@ -106,17 +118,33 @@ class PlantedDay:
     served: dict[str, list[Served]]
     busy_s: dict[str, float]
     steps: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
+    docs_times: StepCoefficients | None = None
+    cluster: str = CLUSTER
+
+    @property
+    def times_by_model(self) -> dict[str, StepCoefficients]:
+        """What was planted of each."""
+        return {"chat": self.times, "docs": self.docs_times or self.times}
+
+    @property
+    def engine_count(self) -> int:
+        """One GPU each."""
+        return CHAT_ENGINES + (2 if self.cluster == TWO_KINDS else 1)
 
     @property
     def idle_gpu_hours(self) -> float:
-        """Of the four GPUs."""
-        return (4 * self.span_s - sum(self.busy_s.values())) / 3600.0
+        """Of all GPUs."""
+        return (self.engine_count * self.span_s - sum(self.busy_s.values())) / 3600.0
 
     @property
     def spare_gb_hours(self) -> float:
-        """What one of the chat engines, which never need a hundredth of theirs, may lend."""
+        """What as many chat engines as there are of documents, which borrow, may lend.
+
+        They never need what is kept back.
+        """
+        lenders = self.engine_count - CHAT_ENGINES
         gb = CHAT_TOKENS * DECODERS["Llama-3.1-8B"].kv_bytes_per_token / 1e9
-        return gb * (1.0 - RESERVE_SHARE) * (self.span_s - CALM_S) / 3600.0
+        return lenders * gb * (1.0 - RESERVE_SHARE) * (self.span_s - CALM_S) / 3600.0
 
 
 def planted_day(*, phase_s: float = 600.0, seed: int = 1) -> PlantedDay:
@@ -131,14 +159,7 @@ def planted_day(*, phase_s: float = 600.0, seed: int = 1) -> PlantedDay:
 def drawn_day(seed: int, *, phase_s: float) -> PlantedDay:
     """Such a day with step times, order of phases, rates and lengths of its own."""
     generator = np.random.default_rng([seed, 11])
-    times = replace(
-        PLANTED,
-        step_s=generator.uniform(0.018, 0.045),
-        token_s=generator.uniform(1e-4, 3e-4),
-        context_s=generator.uniform(1e-7, 5e-7),
-        pair_s=generator.uniform(2e-9, 1e-8),
-        front_s=generator.uniform(0.0, 0.03),
-    )
+    times = _drawn_times(generator)
     chats = generator.permutation((0.05, 0.8, 0.0, 0.5)) * generator.uniform(0.6, 1.2)
     docs = generator.permutation((0.1, 0.05, 0.3, 0.1)) * generator.uniform(1.0, 1.3)
     prompts, outputs = int(generator.uniform(200, 900)), int(generator.uniform(40, 100))
@@ -149,23 +170,112 @@ def drawn_day(seed: int, *, phase_s: float) -> PlantedDay:
     return _served(loads, times, 4 * phase_s)
 
 
-def _served(loads: dict[str, list[Arrival]], times: StepCoefficients, span_s: float) -> PlantedDay:
-    served: dict[str, list[Served]] = {}
-    busy: dict[str, float] = {}
-    steps: dict[str, list[tuple[float, int]]] = {}
-    model = DECODERS["Llama-3.1-8B"]
-    for name, count, tokens in (("chat", CHAT_ENGINES, CHAT_TOKENS), ("docs", 1, DOCS_TOKENS)):
-        settings = EngineSettings(kv_bytes_per_token=model.kv_bytes_per_token)
-        engines = [
-            Engine(f"{name}-{index}", settings, planted_steps(times), PagedMemory(tokens // 16))
-            for index in range(count)
+class DayShape(StrEnum):
+    """How a day's requests come, and what they are like."""
+
+    CALM = "calm"
+    BURSTY = "bursty"
+    ON_OFF = "on and off"
+    TWO_KINDS = "two kinds of model"
+    LONG_PROMPTS = "long prompts"
+    BUSY = "busy"
+
+
+def shaped_day(shape: DayShape, seed: int, *, span_s: float) -> PlantedDay:
+    """A day of that shape with step times, moments and lengths of its own."""
+    generator = np.random.default_rng([seed, 77])
+    times, others = _drawn_times(generator), _drawn_times(generator)
+    prompts, outputs = {"chat": (50, 600), "docs": (500, 3000)}, {"chat": (10, 60)}
+    outputs["docs"] = (50, 200)
+    # Requests a second of both models, and squared ratio of deviation to mean of what is between.
+    rates, variation = (0.5, 0.12), 1.0
+    match shape:
+        case DayShape.CALM:
+            rates = (0.05, 0.03)
+        case DayShape.BURSTY:
+            variation = generator.uniform(2.0, 4.0) ** 2
+        case DayShape.ON_OFF:
+            rates, outputs["chat"] = (1.5, 0.3), (20, 200)
+        case DayShape.TWO_KINDS:
+            rates = (0.6, 0.2)
+        case DayShape.LONG_PROMPTS:
+            rates, prompts["chat"], outputs["chat"] = (0.25, 0.08), (1000, 8000), (20, 300)
+        case DayShape.BUSY:
+            rates, outputs["chat"] = (1.2, 0.15), (50, 400)
+    loads = {}
+    for name, rate_per_s in zip(("chat", "docs"), rates, strict=True):
+        gaps_s = generator.gamma(
+            1 / variation, variation / rate_per_s, int(3 * rate_per_s * span_s)
+        )
+        at_s = np.cumsum(gaps_s)
+        if shape is DayShape.ON_OFF:
+            # 40 seconds of requests, 80 of none, on average.
+            is_last = generator.random(len(at_s)) * 40.0 < gaps_s
+            at_s += np.cumsum(is_last * generator.exponential(80.0, len(at_s)))
+        at_s = at_s[at_s < span_s]
+        loads[name] = [
+            Arrival(
+                str(index),
+                float(time_s),
+                _length(generator, *prompts[name]),
+                _length(generator, *outputs[name]),
+            )
+            for index, time_s in enumerate(at_s)
         ]
-        steps[name] = []
+    if shape is DayShape.TWO_KINDS:
+        others = replace(others, front_s=times.front_s)
+        return _served(loads, times, span_s, docs_times=others, cluster=TWO_KINDS)
+    return _served(loads, times, span_s)
+
+
+def _length(generator: np.random.Generator, low: int, high: int) -> int:
+    """Log-normal, mostly between these."""
+    middle, spread = np.log(low * high) / 2, np.log(high / low) / 4
+    return max(2, int(generator.lognormal(middle, spread)))
+
+
+def _drawn_times(generator: np.random.Generator) -> StepCoefficients:
+    return replace(
+        PLANTED,
+        step_s=generator.uniform(0.018, 0.045),
+        token_s=generator.uniform(1e-4, 3e-4),
+        context_s=generator.uniform(1e-7, 5e-7),
+        pair_s=generator.uniform(2e-9, 1e-8),
+        front_s=generator.uniform(0.0, 0.03),
+    )
+
+
+def _served(
+    loads: Mapping[str, list[Arrival]],
+    times: StepCoefficients,
+    span_s: float,
+    *,
+    docs_times: StepCoefficients | None = None,
+    cluster: str = CLUSTER,
+) -> PlantedDay:
+    day = PlantedDay(times, span_s, {}, {}, {}, docs_times, cluster)
+    for name, shape in _shapes(cluster).items():
+        settings = EngineSettings(kv_bytes_per_token=shape.model.kv_bytes_per_token)
+        engines = [
+            Engine(
+                f"{name}-{index}",
+                settings,
+                planted_steps(day.times_by_model[name]),
+                PagedMemory(shape.block_count),
+            )
+            for index in range(shape.deployed.replicas)
+        ]
+        day.steps[name] = []
         for engine in engines:
-            engine.time_of = _logged(engine, steps[name])
-        served[name] = serve_routed(engines, loads[name])
-        busy[name] = sum(each.busy_s for each in engines)
-    return PlantedDay(times, span_s, served, busy, steps)
+            engine.time_of = _logged(engine, day.steps[name])
+        day.served[name] = serve_routed(engines, loads[name])
+        day.busy_s[name] = sum(each.busy_s for each in engines)
+    return day
+
+
+def _shapes(cluster: str) -> dict[str, EngineShape]:
+    listed = DeploymentList.model_validate(yaml.safe_load(cluster))
+    return cluster_of(listed, "planted")[0].engines
 
 
 def _logged(engine: Engine, log: list[tuple[float, int]]) -> IterationTime:
@@ -182,7 +292,7 @@ def _logged(engine: Engine, log: list[tuple[float, int]]) -> IterationTime:
 def write_day(folder: Path, day: PlantedDay) -> tuple[Path, Path]:
     """The deployment list and the trace."""
     cluster, trace = folder / "cluster.yaml", folder / "trace.csv"
-    cluster.write_text(CLUSTER)
+    cluster.write_text(day.cluster)
     rows = sorted(
         ((row.arrival_s, name, row) for name in day.served for row in day.served[name]),
         key=lambda item: item[:2],
@@ -302,15 +412,25 @@ class RecoveredShares(NamedTuple):
 
 
 def recovered(day: PlantedDay, background: SimulationInput) -> RecoveredShares:
-    """What simulations of a recorded day, with the step times found in it, bring of its savings."""
+    """What simulations of a recorded day, with the step times found in it, bring of its savings.
+
+    Offline work is that of all engines, beside the requests as they were recorded.
+    """
     today = OnlineJob(0).run(background).by_model
-    idle_s = 4 * day.span_s - sum(each["busy_s"] for each in today.values())
+    idle_s = day.engine_count * day.span_s - sum(each["busy_s"] for each in today.values())
     background = replace(background, short=("docs",), today=today)
     lent = OnlineJob(0, is_harvesting=True).run(background).lending
-    found = GapJob(0, "chat").run(background)
-    known = GapJob(0, "chat").run(replace(background, times={"chat": day.times}))
+    planted = replace(background, times=day.times_by_model, blends={})
     return RecoveredShares(
         idle_s / 3600.0 / day.idle_gpu_hours,
         lent.offered_gb_s / 3600.0 / day.spare_gb_hours,
-        found.offline_tokens_per_s / known.offline_tokens_per_s,
+        _offline_tokens_per_s(background) / _offline_tokens_per_s(planted),
+    )
+
+
+def _offline_tokens_per_s(background: SimulationInput) -> float:
+    """Of all engines, beside their requests."""
+    return sum(
+        shape.deployed.replicas * GapJob(0, name).run(background).offline_tokens_per_s
+        for name, shape in background.cluster.engines.items()
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 import httpx
+import numpy as np
 import pytest
 
 from aqua_protocol.errors import ConfigError, UnavailableError
@@ -20,14 +21,16 @@ from aqua_simulator.whatif.prometheus import PrometheusSource, read_prometheus
 from aqua_simulator.whatif.step_times import fitted
 from harness.bounds import HANG_S
 from harness.planted_day import (
+    DayShape,
     PlantedDay,
     drawn_day,
     openmetrics,
     planted_day,
     recovered,
+    shaped_day,
     write_day,
 )
-from harness.slices import examples
+from harness.slices import examples, shuffled
 from harness.vllm_server import free_port
 
 pytestmark = pytest.mark.skipif(
@@ -118,18 +121,44 @@ def test_planted_savings_come_back_within_ten_percent_from_histograms(
         assert today.by_model["chat"][name] == pytest.approx(observed[name], rel=0.1)
 
 
-@pytest.mark.parametrize("seed", range(1, 1 + examples(1, whole=8)))
-def test_savings_of_a_drawn_day_come_back_from_histograms(seed: int, tmp_path: Path) -> None:
-    day = drawn_day(seed, phase_s=300.0)
-    cluster, _ = read_cluster(write_day(tmp_path, day)[0])
-    with backfilled(tmp_path, openmetrics(day, START_S)) as url:
+DRAWN: Final = range(1, 1 + examples(1, whole=28))
+SHAPED: Final = shuffled([(shape, seed) for seed in range(3) for shape in DayShape])
+
+
+def savings_come_back(day: PlantedDay, folder: Path) -> None:
+    cluster, _ = read_cluster(write_day(folder, day)[0])
+    with backfilled(folder, openmetrics(day, START_S)) as url:
         recorded = read_prometheus(source(url, day), cluster)
     times = fitted(recorded.loads, cluster.engines)
     background = SimulationInput(cluster, recorded, times, sample_count=3, sample_s=100.0)
     found = recovered(day, background)
-    assert found[:2] == pytest.approx((1.0, 1.0), rel=0.1)
-    # Rests on what contexts cost, of which the mean of a window tells least.
-    assert found.offline_work == pytest.approx(1.0, rel=0.2)
+    assert found == pytest.approx((1.0, 1.0, 1.0), rel=0.1), found
+
+
+@pytest.mark.parametrize("seed", DRAWN)
+def test_savings_of_a_drawn_day_come_back_from_histograms(seed: int, tmp_path: Path) -> None:
+    savings_come_back(drawn_day(seed, phase_s=300.0), tmp_path)
+
+
+@pytest.mark.parametrize(("shape", "seed"), SHAPED[: examples(2, whole=18)])
+def test_savings_of_days_of_other_shapes_come_back_from_histograms(
+    shape: DayShape, seed: int, tmp_path: Path
+) -> None:
+    savings_come_back(shaped_day(shape, seed, span_s=1200.0), tmp_path)
+
+
+def test_requests_come_when_scrapes_saw_them(
+    day: PlantedDay, cluster: Cluster, tmp_path: Path
+) -> None:
+    with backfilled(tmp_path, openmetrics(day, START_S)) as url:
+        asked = PrometheusSource(url, START_S, START_S + day.span_s, 300.0)
+        recorded = read_prometheus(asked, cluster)
+    for name, rows in day.served.items():
+        scrapes = np.arange(0.0, day.span_s + 15.0, 15.0)
+        there, _ = np.histogram([row.first_token_s for row in rows], scrapes)
+        found, _ = np.histogram(recorded.loads[name].arrival_s, scrapes)
+        # Of a window five minutes long.
+        assert np.abs(np.cumsum(found - there)).max() <= 2
 
 
 def test_gaps_and_resets_are_named(day: PlantedDay, cluster: Cluster, tmp_path: Path) -> None:
@@ -147,6 +176,38 @@ def test_gaps_and_resets_are_named(day: PlantedDay, cluster: Cluster, tmp_path: 
         if not 600.0 <= row.first_token_s < 900.0
     ]
     assert counted == pytest.approx(len(outside), rel=0.1)
+
+
+def test_a_model_without_requests_is_idle_and_two_of_one_name_are_refused(
+    day: PlantedDay, cluster: Cluster, tmp_path: Path
+) -> None:
+    quiet = replace(
+        day, served={"chat": [], "docs": day.served["docs"]}, steps=day.steps | {"chat": []}
+    )
+    twins = {
+        name: replace(shape, deployed=shape.deployed.model_copy(update={"metrics_name": "docs"}))
+        for name, shape in cluster.engines.items()
+    }
+    with backfilled(tmp_path, openmetrics(quiet, START_S)) as url:
+        recorded = read_prometheus(source(url, day), cluster)
+        with pytest.raises(ConfigError, match="chat and docs report as the same"):
+            read_prometheus(source(url, day), replace(cluster, engines=twins))
+    assert ("no requests", "chat") in {(each.kind, each.where) for each in recorded.findings}
+    assert recorded.unknown == ()
+    assert list(recorded.loads) == ["docs"]
+
+
+def test_step_times_do_not_depend_on_windows_resets_or_gaps(
+    day: PlantedDay, cluster: Cluster, tmp_path: Path
+) -> None:
+    text = openmetrics(day, START_S, reset_s=400.0, silent_s=(600.0, 900.0))
+    with backfilled(tmp_path, text) as url:
+        for window_s in (15.0, 62.5, 300.0):
+            asked = PrometheusSource(url, START_S, START_S + day.span_s, window_s)
+            found = fitted(read_prometheus(asked, cluster).loads, cluster.engines)["chat"]
+            assert found.step_s == pytest.approx(day.times.step_s, rel=0.01)
+            assert found.token_s == pytest.approx(day.times.token_s, rel=0.05)
+            assert found.context_s == pytest.approx(day.times.context_s, rel=0.2)
 
 
 def test_nothing_there_is_said(cluster: Cluster, day: PlantedDay) -> None:

@@ -1,8 +1,9 @@
 """The answer: what Aqua's parts bring on the recorded day, each alone and together.
 
 Every number has three values: of the recorded day, and the least and most over it and the drawn
-ones. The twin's own errors stand first: the day without Aqua, simulated, beside the recording, on
-requests that no step time was fitted to.
+ones; of offline work also over step times as far off as their fit may be. The twin's own errors
+stand first: the day without Aqua, simulated, beside the recording, on requests that no step time
+was fitted to.
 
 Fewer GPUs and offline work are alternatives (a GPU that is gone has no gaps), so that money counts
 the larger of the two and never both. Without prices there is no money.
@@ -11,7 +12,7 @@ the larger of the two and never both. Without prices there is no money.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -53,6 +54,9 @@ CHECKED: Final = (
 )
 """What the recording and its simulation are compared in."""
 
+STEP_DEVIATIONS: Final = 2.0
+"""Standard errors of step times that intervals of offline work reach to: 19 of 20. Doubled, they
+are twice as wide."""
 
 RATE_BINS: Final = 48
 """Parts of the day whose rates are shown. Doubled, the plot is finer."""
@@ -73,11 +77,12 @@ class Scenario:
         """Its day of online requests."""
         return OnlineJob(seed, self.is_harvesting, self.is_fair, self.is_replaced, assumed)
 
-    def gaps(self, seed: int, model: str, assumed: Assumptions) -> GapJob:
+    def gaps(self, seed: int, model: str, assumed: Assumptions, deviations: float = 0.0) -> GapJob:
         """Its samples with offline work, on which lenders' reserves and links have no bearing."""
         plain = Assumptions()
         assumed = replace(assumed, reserve_share=plain.reserve_share, contention=plain.contention)
-        return GapJob(seed, model, self.is_harvesting, self.is_fair, self.is_blended, assumed)
+        parts = self.is_harvesting, self.is_fair, self.is_blended
+        return GapJob(seed, model, *parts, assumed, deviations)
 
 
 TODAY: Final = Scenario("without Aqua")
@@ -177,7 +182,8 @@ def _jobs(
         for scenario in SCENARIOS:
             wanted[scenario.online(seed, plain)] = None
             if scenario.is_co_serving:
-                wanted.update((scenario.gaps(seed, name, plain), None) for name in models)
+                for off in _deviations(background, seed):
+                    wanted.update((scenario.gaps(seed, name, plain, off), None) for name in models)
         for name in models:
             wanted[OfflineJob(seed, name)] = None
             wanted.update((CapacityJob(seed, name, has_aqua), None) for has_aqua in (False, True))
@@ -187,6 +193,12 @@ def _jobs(
             wanted.update((TOGETHER.gaps(0, name, assumed), None) for name in models)
     wanted.pop(OnlineJob(0), None)
     return list(wanted)
+
+
+def _deviations(background: SimulationInput, seed: int) -> tuple[float, ...]:
+    """By how many standard errors step times are moved: the recorded day's, if they have some."""
+    has_errors = seed == 0 and any(each.errors for each in background.times.values())
+    return (0.0, -STEP_DEVIATIONS, STEP_DEVIATIONS) if has_errors else (0.0,)
 
 
 def _answer(
@@ -215,7 +227,11 @@ def _answer(
         remarks.append("No price of a GPU hour is given (gpu_hour): no money is reckoned.")
     outlooks = []
     for scenario in SCENARIOS:
-        rows = [_numbers(background, results, scenario, seed, plain) for seed in range(seeds + 1)]
+        rows = [
+            _numbers(background, results, scenario, seed, plain, off)
+            for seed in range(seeds + 1)
+            for off in (_deviations(background, seed) if scenario.is_co_serving else (0.0,))
+        ]
         outlooks.append(
             ScenarioResult(
                 scenario.name,
@@ -242,6 +258,9 @@ def _answer(
                 "unchecked", "recording", "no latencies: step times are the data sheet's, unchecked"
             )
         )
+    elif sheets := [name for name in day.loads if not background.times[name].is_fitted]:
+        message = "too little is known of its steps: their times are the data sheet's"
+        findings += [InputFinding("data sheet", name, message) for name in sheets]
     unserved = results[TODAY.online(0, plain)].unserved
     findings += [
         InputFinding("too long", name, f"{count} requests fit in no engine: not simulated")
@@ -252,7 +271,7 @@ def _answer(
         total,
         checks,
         findings,
-        {name: asdict(background.times[name]) for name in names},
+        {name: background.times[name].document() for name in names},
         {name: targets(background, name) for name in names},
         _interval([gpu_hours(seed) for seed in range(seeds + 1)]),
         outlooks,
@@ -318,6 +337,7 @@ def _numbers(
     scenario: Scenario,
     seed: int,
     assumed: Assumptions,
+    deviations: float = 0.0,
 ) -> dict[str, float]:
     """The numbers of one day under one scenario; only those that its parts have."""
     cluster, span_s = background.cluster, background.day.span_s
@@ -338,7 +358,7 @@ def _numbers(
     if scenario.is_co_serving:
         found |= {"gpu_hours": 0.0, "offline_tokens": 0.0, "offline_gpu_hours": 0.0}
         for name in names:
-            filled = results[scenario.gaps(seed, name, assumed)]
+            filled = results[scenario.gaps(seed, name, assumed, deviations)]
             deployed = cluster.engines[name].deployed
             gpu_hours = cluster.gpu_count(name) * hours
             own_tokens_per_s, _ = results[OfflineJob(seed if is_plain else 0, name)]

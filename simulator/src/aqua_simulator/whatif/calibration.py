@@ -28,6 +28,7 @@ from aqua_simulator.whatif.cluster import Cluster
 from aqua_simulator.whatif.fleet_day import recording_of
 from aqua_simulator.whatif.recorded_day import ModelLoad, RecordedLoad
 from aqua_simulator.whatif.step_times import (
+    COEFFICIENTS,
     FITTED_EVERY,
     StepCoefficients,
     fitted,
@@ -57,8 +58,6 @@ as long, and coefficients are as well known as before."""
 ANSWER_WEIGHT: Final = 3.0
 """Of times between tokens beside those to first tokens, in what is nearest: those wait for others,
 and change by chance. Doubled, queues count for less."""
-
-_COEFFICIENTS: Final = ("step_s", "token_s", "context_s", "pair_s")
 
 Times = dict[str, StepCoefficients]
 
@@ -116,7 +115,7 @@ def _shown(
 
 def busiest(day: RecordedLoad) -> tuple[dict[str, ModelLoad], float]:
     """The requests of models that have them, all or those of a stretch; and how long it is."""
-    loads = {name: load for name, load in day.loads.items() if not len(load.step_rows)}
+    loads = {name: load for name, load in day.loads.items() if not len(load.steps)}
     times_s = np.sort(np.concatenate([np.empty(0), *(each.arrival_s for each in loads.values())]))
     if len(times_s) <= MOST_REQUESTS:
         return loads, day.span_s
@@ -173,7 +172,7 @@ def _corrected(
 ) -> StepCoefficients:
     """What was simulated, moved by how far what was found of it is off what is wanted."""
     moved = {}
-    for key in _COEFFICIENTS:
+    for key in COEFFICIENTS:
         now, goal, got = (getattr(each, key) for each in (simulated, wanted, found))
         ratio = goal / got if goal > 0.0 and got > 0.0 else 1.0
         moved[key] = now * min(max(ratio, 1.0 / MOST_CORRECTION), MOST_CORRECTION) ** EASE

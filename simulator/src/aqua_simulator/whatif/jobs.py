@@ -30,6 +30,11 @@ SLO_MARGIN: Final = 1.1
 GPUs seem to be too many."""
 
 
+PROBE_S: Final = 10.0
+"""Seconds of a sample that tells what steps with offline work are like. Doubled, nothing changes.
+"""
+
+
 @dataclass(frozen=True, eq=False)
 class SimulationInput:
     """What all jobs share.
@@ -109,7 +114,11 @@ class OnlineJob:
 
 @dataclass(frozen=True, slots=True)
 class GapJob:
-    """Samples of a model's day with offline work in the gaps."""
+    """Samples of a model's day with offline work in the gaps.
+
+    Attributes:
+        deviations: Step times are so many standard errors longer, in what these steps take.
+    """
 
     seed: int
     model: str
@@ -117,10 +126,26 @@ class GapJob:
     is_fair: bool = False
     is_blended: bool = False
     assumed: Assumptions = field(default_factory=Assumptions)
+    deviations: float = 0.0
 
     def run(self, background: SimulationInput) -> CoServingSample:
         """Co-serve them."""
-        times, order = background.times[self.model], None
+        times = background.times[self.model]
+        if not self.deviations:
+            return self._filled(background, times, background.sample_count, background.sample_s)
+        steps = self._filled(background, times, 1, PROBE_S).counts
+        times = times.off_by(self.deviations, steps)
+        return self._filled(background, times, background.sample_count, background.sample_s)
+
+    def _filled(
+        self,
+        background: SimulationInput,
+        times: StepCoefficients,
+        sample_count: int,
+        sample_s: float,
+    ) -> CoServingSample:
+        """Co-serve so many samples with these step times."""
+        order = None
         if self.is_blended:
             _, order = background.blended(self.model, self.seed)
         return fill_gaps(
@@ -133,8 +158,8 @@ class GapJob:
             is_peer=self.is_peer,
             is_fair=self.is_fair,
             order=order,
-            sample_count=background.sample_count,
-            sample_s=background.sample_s,
+            sample_count=sample_count,
+            sample_s=sample_s,
             seed=self.seed,
             assumed=self.assumed,
         )

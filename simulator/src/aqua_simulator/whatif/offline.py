@@ -42,6 +42,7 @@ from aqua_simulator.offline.workload import OfflineWorkload
 from aqua_simulator.papers.conserve import EVENT_S, steps_of
 from aqua_simulator.serving.request import Arrival
 from aqua_simulator.serving.setup import BLOCK_TOKENS
+from aqua_simulator.timing.iteration import IterationTime, ScheduledBatch
 from aqua_simulator.whatif.cluster import Cluster, OfflineWork
 from aqua_simulator.whatif.members import Assumptions
 from aqua_simulator.whatif.recorded_day import ModelLoad
@@ -71,6 +72,7 @@ class CoServingSample:
         offline_tokens_per_s: Of one engine, prompts and answers.
         busy_share, online_busy_share: With offline work, and without.
         ttft_ratio, tpot_ratio: Mean latencies of online requests to those without; 1 for none.
+        counts: Steps, tokens, contexts and token pairs of all steps with offline work.
     """
 
     offline_tokens_per_s: float
@@ -78,6 +80,7 @@ class CoServingSample:
     online_busy_share: float
     ttft_ratio: float
     tpot_ratio: float
+    counts: tuple[float, ...] = ()
 
 
 def pool_of(work: OfflineWork, *, longest: int, seed: int) -> OfflineWorkload:
@@ -212,6 +215,7 @@ def fill_gaps(  # noqa: PLR0913 - a question is that wide
         seed=seed,
         assumed=assumed,
     )
+    counts = np.zeros(4)
     both: list[tuple[CoServingRun, float]] = []
     alone: list[tuple[CoServingRun, float]] = []
     for index, start_s in enumerate(starts):
@@ -227,7 +231,9 @@ def fill_gaps(  # noqa: PLR0913 - a question is that wide
                 for each in load.arrivals(rows, load=assumed.load, outputs=assumed.outputs)
             ]
         for has_offline, runs in ((True, both), (False, alone)):
-            runs.append((engine(has_offline=has_offline).run(mine, warm_s + length_s), warm_s))
+            counted = counts if has_offline else None
+            serving = engine(has_offline=has_offline, counts=counted)
+            runs.append((serving.run(mine, warm_s + length_s), warm_s))
 
     def mean(runs: Sequence[tuple[CoServingRun, float]], of: str) -> float:
         rows = [
@@ -243,10 +249,12 @@ def fill_gaps(  # noqa: PLR0913 - a question is that wide
         return float(np.mean([each.busy_share(warm, warm + length_s) for each, warm in runs]))
 
     tokens = [each.tokens_per_s(warm, warm + length_s, ServiceClass.OFFLINE) for each, warm in both]
-    ratios = [
+    ttft, tpot = (
         mean(both, of) / mean(alone, of) if mean(alone, of) else 1.0 for of in ("ttft_s", "tpot_s")
-    ]
-    return CoServingSample(float(np.mean(tokens)), busy(both), busy(alone), *ratios)
+    )
+    return CoServingSample(
+        float(np.mean(tokens)), busy(both), busy(alone), ttft, tpot, tuple(counts.tolist())
+    )
 
 
 def dedicated_tokens_per_s(
@@ -272,8 +280,10 @@ def _engine(  # noqa: PLR0913 - private
     is_fair: bool = False,
     order: Sequence[int] | None = None,
     has_offline: bool = True,
+    counts: np.ndarray | None = None,
     assumed: Assumptions = Assumptions(),  # noqa: B008 - frozen
 ) -> CoServingEngine:
+    """An engine with the pool; adds steps, tokens, contexts and pairs to `counts`."""
     shape = cluster.engines[name]
     deployed, model = shape.deployed, shape.model
     blocks = max(1, int(shape.block_count * assumed.memory))
@@ -308,8 +318,19 @@ def _engine(  # noqa: PLR0913 - private
         pool = _endless(workload, order or range(workload.request_count))
     return CoServingEngine(
         spec,
-        time_of,
+        time_of if counts is None else _counting(time_of, counts),
         co_serving_policy(CoServingPolicyName.best(), objectives, profile),
         pool,
         policy_named(PolicyName.best() if is_fair else PolicyName.FCFS),
     )
+
+
+def _counting(time_of: IterationTime, counts: np.ndarray) -> IterationTime:
+    """The step times, which add up what the steps have."""
+
+    def attention(batch: ScheduledBatch) -> float:
+        pairs = sum(chunk.tokens * (chunk.context + chunk.tokens / 2) for chunk in batch.chunks)
+        counts[:] += 1.0, batch.tokens, batch.decode_context_tokens, pairs
+        return time_of.attention(batch)
+
+    return replace(time_of, attention=attention)

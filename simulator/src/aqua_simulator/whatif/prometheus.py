@@ -4,10 +4,10 @@ Asked over HTTP for vLLM's metrics by model, window by window: first tokens (how
 histograms of prompt and output lengths, steps and the tokens in them, latencies; DCGM's utilisation
 of all GPUs; and what Aqua, if it runs, lends already.
 
-Requests are drawn: so many in each window as had a first token in it, at even odds, with lengths
-from the histograms, between whose bounds they are spread evenly in logarithms, scaled to the
-window's means, which are exact. Step times follow from the windows: a token took as long as the
-steps that it saw, which have more in them than a mean step, since many tokens see a large one.
+Requests are drawn: so many in each window as had a first token in it, between two scrapes as many
+as were counted there, with lengths from the histograms, between whose bounds they are spread evenly
+in logarithms, scaled to the window's means, which are exact. Step times follow from the scrapes
+(`scrapes`), however long windows are.
 
 What is not there is named and left out: a window without samples is cut out, a counter that was
 reset is told, a metric that no engine reports leaves its number unchecked.
@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, isfinite, nan
-from typing import Any, Final, Self
+from math import ceil, inf, isfinite, nan
+from typing import Any, Final
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
@@ -26,6 +26,8 @@ from jaxtyping import Bool, Float64, Int64
 from aqua_protocol.errors import ConfigError, UnavailableError
 from aqua_simulator.whatif.cluster import Cluster, EngineShape, InputFinding
 from aqua_simulator.whatif.recorded_day import ModelLoad, RecordedLoad
+from aqua_simulator.whatif.scrapes import ScrapedCounters
+from aqua_simulator.whatif.step_fit import StepObservations
 
 TIMEOUT_S: Final = 60.0
 """Seconds that a query may take. Doubled, a dead server is noticed later."""
@@ -34,18 +36,14 @@ MAX_WINDOWS: Final = 2000
 """Windows of a day; Prometheus answers with 11,000 points at most. Doubled, longer days may be
 asked in as fine windows."""
 
-QUIET_OTHERS: Final = 0.2
-"""Requests beside another one up to which a window's first tokens hardly wait for others. Doubled,
-more windows tell of prompts, and waiting enters their step times."""
 
-_ROUNDS: Final = 4
-"""Of finding how many decode beside each other and beside prompts. Doubled, nothing changes."""
-_HALVINGS: Final = 40
-"""Of a span of 1: as fine as floats of that size. Doubled, nothing changes."""
+MAX_SCRAPES: Final = 10_000
+"""Scrapes of a day that are looked at, for the same reason. Doubled, Prometheus refuses; halved,
+step times of long days rest on every second scrape."""
 
-_WIDEST: Final = 4.0
-"""Times the mean step of decodes, beyond which a step was a prompt's: a window seldom has decodes
-so uneven. Doubled, prompts that are computed again count as decodes sooner."""
+LOOK_BACK_S: Final = 3600.0
+"""Seconds in which scrapes are counted, to know how far apart they are. Doubled, nothing changes.
+"""
 
 Windows = Float64[np.ndarray, " windows"]
 
@@ -55,6 +53,11 @@ _ANSWERING: Final = "vllm:request_time_per_output_token_seconds"
 _STEPS: Final = "vllm:iteration_tokens_total"
 _PROMPT: Final = "vllm:request_prompt_tokens"
 _OUTPUT: Final = "vllm:request_generation_tokens"
+
+
+def _duration(seconds: float) -> str:
+    """As its language has it: whole numbers of a unit."""
+    return f"{round(seconds * 1e3)}ms"
 
 
 @dataclass(slots=True)
@@ -83,8 +86,13 @@ class PrometheusSource:
         """Whole windows."""
         return int((self.end_s - self.start_s) / self.window_s + 0.5)
 
-    def query(self, expression: str) -> list[tuple[dict[str, str], Windows]]:
+    def query(
+        self, expression: str, step_s: float | None = None
+    ) -> list[tuple[dict[str, str], Windows]]:
         """Series of an expression, NaN where there is no value.
+
+        Args:
+            step_s: Seconds from value to value; default: a value at the end of each window.
 
         Raises:
             UnavailableError: Nothing answers there.
@@ -93,15 +101,19 @@ class PrometheusSource:
         import httpx
 
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        first_s = self.start_s + self.window_s
+        # Differences need a value at the start, sums over windows need none.
+        first_s = self.start_s + (self.window_s if step_s is None else 0.0)
+        last_s = self.start_s + self.window_count * self.window_s
+        step_s = self.window_s if step_s is None else step_s
+        value_count = int((last_s - first_s) / step_s + 1e-6) + 1
         try:
             answer = httpx.post(
                 f"{self.url.rstrip('/')}/api/v1/query_range",
                 data={
                     "query": expression,
                     "start": f"{first_s:.3f}",
-                    "end": f"{self.start_s + self.window_count * self.window_s:.3f}",
-                    "step": f"{self.window_s:.3f}",
+                    "end": f"{last_s:.3f}",
+                    "step": f"{step_s:.3f}",
                 },
                 headers=headers,
                 timeout=TIMEOUT_S,
@@ -123,19 +135,19 @@ class PrometheusSource:
             )
         series = []
         for row in rows:
-            values = np.full(self.window_count, nan)
+            values = np.full(value_count, nan)
             for time_s, value in row["values"]:
-                index = round((float(time_s) - first_s) / self.window_s)
-                if 0 <= index < self.window_count:
+                index = round((float(time_s) - first_s) / step_s)
+                if 0 <= index < value_count:
                     values[index] = float(value)
             series.append((row["metric"], values))
         return series
 
     def increase(self, metric: str, selector: str, by: str = "") -> dict[str, Windows]:
         """How much a counter grew in each window, by a label."""
-        window = f"{self.window_s:.3f}".rstrip("0").rstrip(".")
         grouped = f"sum by ({by})" if by else "sum"
-        found = self.query(f"{grouped} (increase({metric}{{{selector}}}[{window}s]))")
+        window = _duration(self.window_s)
+        found = self.query(f"{grouped} (increase({metric}{{{selector}}}[{window}]))")
         return {labels.get(by, ""): values for labels, values in found}
 
     def total(self, metric: str, selector: str) -> Windows | None:
@@ -148,9 +160,11 @@ def read_prometheus(source: PrometheusSource, cluster: Cluster, *, seed: int = 0
 
     Raises:
         UnavailableError: Nothing answers there.
-        ConfigError: No model of the cluster reports there.
+        ConfigError: No model of the cluster reports there, or two by one name.
     """
+    _refuse_twins(cluster)
     findings: list[InputFinding] = []
+    idle: list[str] = []
     loads, is_seen = dict[str, ModelLoad](), np.zeros(source.window_count, dtype=bool)
     samples: dict[str, Bool[np.ndarray, " windows"]] = {}
     for name, shape in cluster.engines.items():
@@ -163,18 +177,16 @@ def read_prometheus(source: PrometheusSource, cluster: Cluster, *, seed: int = 0
             findings.append(InputFinding("missing metric", name, message))
             continue
         is_seen |= ~np.isnan(requests)
-        window = f"{source.window_s:g}s"
-        resets = source.query(f"sum(resets({_FIRST}_count{{{selector}}}[{window}]))")
-        count = sum(float(np.nansum(values)) for _, values in resets)
-        if count:
-            message = (
-                f"{count:.0f} times an engine began anew: counts since the last sample are lost"
-            )
-            findings.append(InputFinding("counter reset", name, message))
+        if not np.nansum(requests):
+            idle.append(name)
+            message = "idle all day, as far as its metrics say"
+            findings.append(InputFinding("no requests", name, message))
+            continue
+        findings += _resets(source, selector, name)
         load = _load(source, shape, selector, np.nan_to_num(requests), findings, seed)
         if load is not None:
             loads[name], samples[name] = load, ~np.isnan(requests)
-    if not loads:
+    if not loads and not idle:
         told = "; ".join(each.message for each in findings)
         raise ConfigError(
             f"{source.url} knows no model of the cluster in that time: {told}",
@@ -193,14 +205,37 @@ def read_prometheus(source: PrometheusSource, cluster: Cluster, *, seed: int = 0
         findings.append(InputFinding("gap", source.url, message))
         loads = {name: _without(load, missing, source.window_s) for name, load in loads.items()}
     _tell_others(source, findings)
-    unknown = tuple(name for name in cluster.engines if name not in loads)
+    unknown = tuple(name for name in cluster.engines if name not in {*loads, *idle})
     return RecordedLoad(int(is_seen.sum()) * source.window_s, loads, findings, unknown)
+
+
+def _resets(source: PrometheusSource, selector: str, name: str) -> list[InputFinding]:
+    """Engines of a model that began anew."""
+    window = _duration(source.window_s)
+    resets = source.query(f"sum(resets({_FIRST}_count{{{selector}}}[{window}]))")
+    count = sum(float(np.nansum(values)) for _, values in resets)
+    message = f"{count:.0f} times an engine began anew: counts since the last sample are lost"
+    return [InputFinding("counter reset", name, message)] if count else []
+
+
+def _refuse_twins(cluster: Cluster) -> None:
+    """Refuse models that nothing tells apart: each would have the requests of all."""
+    by_label: dict[str, list[str]] = {}
+    for name, shape in cluster.engines.items():
+        by_label.setdefault(shape.deployed.metrics_name or name, []).append(name)
+    for label, names in by_label.items():
+        if len(names) > 1:
+            raise ConfigError(
+                f"{' and '.join(names)} report as the same model_name {label!r}",
+                remedy="Give each a name of its own (--served-model-name of vLLM), or list one "
+                "model with the replicas of all.",
+            )
 
 
 def _unlisted(source: PrometheusSource, cluster: Cluster) -> list[InputFinding]:
     """Models that report there and that the cluster does not list."""
     listed = {shape.deployed.metrics_name or name for name, shape in cluster.engines.items()}
-    window = f"{source.window_s:g}s"
+    window = _duration(source.window_s)
     counted = source.query(f"sum by (model_name) (increase({_FIRST}_count[{window}]))")
     return [
         InputFinding(
@@ -238,7 +273,8 @@ def _load(
     # Whole requests: what a window lacks of one, the next ones have.
     edges = np.rint(np.concatenate([[0.0], np.cumsum(requests)])).astype(int)
     owner = np.repeat(np.arange(source.window_count), np.diff(edges))
-    arrival_s = np.sort((owner + generator.random(len(owner))) * source.window_s)
+    scrape_s = _scrape_s(source, selector)
+    arrival_s = np.sort(_moments(source, selector, scrape_s, owner, generator))
     lengths = []
     for metric in (_PROMPT, _OUTPUT):
         known = means(metric)
@@ -268,15 +304,10 @@ def _load(
                 source.increase(f"{metric}_bucket", selector, "le"), 0.99
             )
     unknown = np.full(len(owner), nan)
-    rows, seconds = np.empty((0, 5)), np.empty(0)
-    if {"between", "steps"} <= seen.keys():
-        steps = source.increase(f"{_STEPS}_bucket", selector, "le")
-        decodes = source.total(f"{_BETWEEN}_count", selector)
-        assert decodes is not None
-        summed = _Windows.of(owner, lengths[0], lengths[1], steps, decodes, shape)
-        first_s = seen["first"][0] if "first" in seen else np.full(source.window_count, nan)
-        rows, seconds = summed.observations(seen["between"][0], first_s)
-    return ModelLoad(arrival_s, lengths[0], lengths[1], unknown, unknown, observed, rows, seconds)
+    load = ModelLoad(arrival_s, lengths[0], lengths[1], unknown, unknown, observed)
+    if scrape_s is not None and {"first", "between", "steps"} <= seen.keys():
+        load = replace(load, steps=_scraped(source, shape, selector, load, scrape_s))
+    return load
 
 
 _LENGTHS: Final = (
@@ -284,130 +315,107 @@ _LENGTHS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Windows:
-    """What the engines of a model computed in each window.
+def _scrape_s(source: PrometheusSource, selector: str) -> float | None:
+    """Seconds in which each engine of a model is scraped once or more; None if it hardly is."""
+    within_s = min(LOOK_BACK_S, source.end_s - source.start_s)
+    metric = f"{_FIRST}_count{{{selector}}}"
+    counted = source.query(f"max(count_over_time({metric}[{_duration(within_s)}]))")
+    most = max((float(np.nanmax(values)) for _, values in counted), default=0.0)
+    if not most >= 2.0:  # noqa: PLR2004 - no difference without two
+        return None
+    step_s = max(within_s / (most - 1.0), (source.end_s - source.start_s) / MAX_SCRAPES)
+    return ceil(step_s * 1e3) / 1e3
 
-    Attributes:
-        requests, chunks, tokens, pairs: Prompts, the steps that they take, their tokens, and their
-            pairs of tokens.
-        decodes: Tokens after first ones.
-        context: Mean context that one of these reads.
-        others: Requests that decode beside it on its engine, on average.
-    """
 
-    requests: Windows
-    chunks: Windows
-    tokens: Windows
-    pairs: Windows
-    decodes: Windows
-    context: Windows
-    others: Windows
+def _moments(
+    source: PrometheusSource,
+    selector: str,
+    scrape_s: float | None,
+    owner: Int64[np.ndarray, " requests"],
+    generator: np.random.Generator,
+) -> Float64[np.ndarray, " requests"]:
+    """When requests came: in which window is known, and there as first tokens between scrapes."""
+    edges_s = np.arange(source.window_count + 1) * source.window_s
+    even = generator.random(len(owner))
+    if scrape_s is None or scrape_s >= source.window_s:
+        return (owner + even) * source.window_s
+    found = source.query(f"sum({_FIRST}_count{{{selector}}})", scrape_s)
+    if not found:
+        return (owner + even) * source.window_s
+    counts = found[0][1]
+    grown = np.nan_to_num(np.maximum(0.0, np.diff(counts)))
+    at_s = np.arange(len(counts)) * scrape_s
+    # Edges of windows lie between scrapes, or on them.
+    points_s = np.union1d(at_s, edges_s)
+    sums = np.interp(points_s, at_s, np.append(0.0, np.cumsum(grown)))
+    window = np.minimum(np.searchsorted(edges_s, points_s, side="right") - 1, source.window_count)
+    start = sums[np.searchsorted(points_s, edges_s)]
+    whole = np.append(np.diff(start), 0.0)
+    inside = np.where(
+        whole[window] > 0.0,
+        (sums - start[window]) / np.where(whole[window] > 0.0, whole[window], 1.0),
+        points_s / source.window_s - window,
+    )
+    place = np.maximum.accumulate(window + np.clip(inside, 0.0, 1.0))
+    # As many between two scrapes as were counted there, and at even odds where between them.
+    rank = np.arange(len(owner)) - np.searchsorted(owner, owner)
+    share = owner + (rank + 0.5) / np.bincount(owner, minlength=1)[owner]
+    after = np.clip(np.searchsorted(place, share), 1, len(points_s) - 1)
+    found_s: Float64[np.ndarray, " requests"] = points_s[after - 1]
+    found_s += even * (points_s[after] - found_s)
+    return found_s
 
-    @classmethod
-    def of(
-        cls,
-        owner: Int64[np.ndarray, " requests"],
-        prompts: Int64[np.ndarray, " requests"],
-        outputs: Int64[np.ndarray, " requests"],
-        steps: dict[str, Windows],
-        decodes: Windows,
-        shape: EngineShape,
-    ) -> Self:
-        """Add up the requests of each window, `owner` of each.
 
-        Args:
-            steps: Up to so many tokens, by bound, as the engines counted them.
-            decodes: Tokens after first ones, likewise.
-        """
+def _scraped(
+    source: PrometheusSource,
+    shape: EngineShape,
+    selector: str,
+    load: ModelLoad,
+    step_s: float,
+) -> StepObservations:
+    """What scrapes show of the steps of a model's engines."""
+    metric = f"{_FIRST}_count{{{selector}}}"
 
-        def summed(values: Float64[np.ndarray, " requests"]) -> Windows:
-            found: Windows = np.bincount(owner, values, len(decodes))
-            return found
+    def at_scrapes(expression: str, by: str = "") -> dict[str, Windows]:
+        return {labels.get(by, ""): values for labels, values in source.query(expression, step_s)}
 
-        prompt, output = prompts.astype(float), outputs.astype(float)
-        chunks = summed(np.ceil(prompt / shape.deployed.max_num_batched_tokens))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            # Long answers decode more, and read more each time.
-            context = summed(output * (prompt + output / 2.0)) / summed(output)
-        return cls(
-            summed(np.ones(len(owner))),
-            chunks,
-            summed(prompt),
-            summed(prompt**2 / 2.0),
-            decodes,
-            context,
-            _others(steps, decodes, chunks),
-        )
-
-    def observations(
-        self, between_s: Windows, first_s: Windows
-    ) -> tuple[Float64[np.ndarray, "rows 5"], Windows]:
-        """Windows as observations of steps: of decodes, and of prompts where little else ran.
-
-        A token sees the prompts that are computed beside it: those that come to an engine while
-        others decode there. One that comes to an idle engine is seen by no token.
-
-        Args:
-            between_s, first_s: Means of the times between tokens and to the first one.
-        """
-        none, one = np.zeros(len(self.others)), np.ones(len(self.others))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            seen = self.others / self.decodes
-            decodes = np.column_stack(
-                [
-                    one,
-                    1.0 + self.others + seen * self.tokens,
-                    (1.0 + self.others) * self.context,
-                    seen * self.pairs,
-                    none,
-                ]
+    names = {
+        "first": f"{_FIRST}_count",
+        "first_s": f"{_FIRST}_sum",
+        "between": f"{_BETWEEN}_count",
+        "between_s": f"{_BETWEEN}_sum",
+        "steps": f"{_STEPS}_count",
+        "step_tokens": f"{_STEPS}_sum",
+        "ended": f"{_OUTPUT}_count",
+        "prompts": f"{_PROMPT}_sum",
+        "outputs": f"{_OUTPUT}_sum",
+    }
+    totals = {key: at_scrapes(f"sum({each}{{{selector}}})") for key, each in names.items()}
+    times = at_scrapes(f"min(timestamp({metric}))")
+    engines = at_scrapes(f"count({metric})")
+    if not times or not engines or not all(totals.values()):
+        return StepObservations()
+    # An engine that began anew may hide behind others that went on.
+    resets = at_scrapes(f"sum(resets({metric}[{_duration(2.0 * step_s)}]))").get("", 0.0)
+    engines[""] = np.where(np.nan_to_num(resets) > 0.0, nan, engines[""])
+    at_s = times[""]
+    # Without a new scrape nothing is told; a lack of any is.
+    latest = np.fmax.accumulate(np.append(-inf, at_s))[:-1]
+    is_new = np.isnan(at_s) | (at_s > latest)
+    sizes = at_scrapes(f"sum by (le) ({_STEPS}_bucket{{{selector}}})", "le")
+    kept = {"at_s": at_s[is_new]} | {key: each[""][is_new] for key, each in totals.items()}
+    spreads = [
+        float(np.var(each) / np.mean(each) ** 2)
+        for each in (load.prompt_tokens, load.output_tokens)
+    ]
+    return StepObservations.joined(
+        [
+            piece.observations(shape, (spreads[0], spreads[1]))
+            for piece in ScrapedCounters.pieces(
+                kept, {le: each[is_new] for le, each in sizes.items()}, engines[""][is_new]
             )
-            shares = (self.chunks, self.tokens, none, self.pairs, self.requests)
-            prompts = np.column_stack([each / self.requests for each in shares])
-        prompts[self.others > QUIET_OTHERS] = nan
-        system, spent = np.vstack([decodes, prompts]), np.concatenate([between_s, first_s])
-        known = np.isfinite(system).all(axis=1) & np.isfinite(spent) & (spent > 0)
-        return system[known], spent[known]
-
-
-def _others(buckets: dict[str, Windows], decodes: Windows, chunks: Windows) -> Windows:
-    """How many requests decode beside another one, from how many tokens steps had.
-
-    Steps of prompts have the most tokens; those of the others are their decodes. A request sees a
-    step with n of them n times as often as it is taken, so mean squares tell what is seen. Where
-    in its bucket a step lies is the same place in all, by which there are as many decodes as were
-    counted.
-
-    Args:
-        buckets: Steps up to so many tokens, by bound.
-    """
-    if not buckets:
-        return np.full(len(decodes), nan)
-    bounds = sorted(float(bound) for bound in buckets)
-    highest = max((bound for bound in bounds if isfinite(bound)), default=1.0)
-    high = np.minimum(bounds, 2.0 * highest)[:, None]
-    low = np.minimum(np.append(0.0, high[:-1]) + 1.0, high[:, 0])[:, None]
-    by_bound = {float(bound): values for bound, values in buckets.items()}
-    steps = np.maximum.accumulate([np.nan_to_num(by_bound[bound]) for bound in bounds])
-    others = np.zeros(len(decodes))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        alone = steps[-1] - chunks
-        of_decodes = np.diff(np.minimum(steps, alone), axis=0, prepend=0.0)
-        # Prompts that were put out and computed again make more such steps than there are prompts.
-        of_decodes[low > _WIDEST * (1.0 + decodes / alone)] = 0.0
-        for _ in range(_ROUNDS):
-            # Prompts meet as many decodes as a decode does.
-            wanted = decodes - chunks * others
-            least, most = np.zeros(len(decodes)), np.ones(len(decodes))
-            for _ in range(_HALVINGS):
-                place = (least + most) / 2.0
-                is_less = (of_decodes * low ** (1.0 - place) * high**place).sum(axis=0) < wanted
-                least, most = np.where(is_less, place, least), np.where(is_less, most, place)
-            size = low ** (1.0 - least) * high**least
-            seen = (of_decodes * size**2).sum(axis=0) / (of_decodes * size).sum(axis=0)
-            others = np.maximum(0.0, np.nan_to_num(seen) - 1.0)
-    return np.where(decodes > 0, others, nan)
+        ]
+    )
 
 
 def _cumulated(buckets: dict[str, Windows]) -> tuple[list[float], Float64[np.ndarray, " bounds"]]:
@@ -450,7 +458,7 @@ def _without(load: ModelLoad, missing: Sequence[int] | np.ndarray, window_s: flo
 
 def _tell_others(source: PrometheusSource, findings: list[InputFinding]) -> None:
     """What DCGM and Aqua report, beside the engines."""
-    window = f"{source.window_s:g}s"
+    window = _duration(source.window_s)
     for expression, text, factor, unit in (
         (f"avg(avg_over_time(DCGM_FI_DEV_GPU_UTIL[{window}]))", "GPUs were busy for", 1.0, "%"),
         (f"sum(avg_over_time(DCGM_FI_DEV_FB_FREE[{window}]))", "GPU memory free", 1 / 1024, "GiB"),

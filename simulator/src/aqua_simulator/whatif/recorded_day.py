@@ -30,6 +30,7 @@ from aqua_protocol.errors import ConfigError
 from aqua_simulator.serving.recordings import REQUEST_COLUMNS
 from aqua_simulator.serving.request import Arrival
 from aqua_simulator.whatif.cluster import InputFinding
+from aqua_simulator.whatif.step_fit import StepObservations
 
 PIECE_S: Final = 300.0
 """Seconds of a piece of the day that is drawn again as a whole: longer than bursts, shorter than
@@ -70,8 +71,7 @@ class ModelLoad:
         first_s, last_s: When their tokens came; NaN where it was not recorded.
         observed: What was seen of latencies, by the names of `serving.request.summary`; may lack
             any of them.
-        step_rows, step_seconds: Observations to fit step times on: rows of (steps, tokens,
-            contexts, token pairs), and the seconds that they took together.
+        steps: What was seen of steps beside the requests, to fit step times on.
     """
 
     arrival_s: Float64[np.ndarray, " requests"]
@@ -80,8 +80,7 @@ class ModelLoad:
     first_s: Float64[np.ndarray, " requests"]
     last_s: Float64[np.ndarray, " requests"]
     observed: dict[str, float] = field(default_factory=dict)
-    step_rows: Float64[np.ndarray, "rows 4"] = field(default_factory=lambda: np.empty((0, 4)))
-    step_seconds: Float64[np.ndarray, " rows"] = field(default_factory=lambda: np.empty(0))
+    steps: StepObservations = field(default_factory=StepObservations)
 
     def __len__(self) -> int:
         return len(self.arrival_s)

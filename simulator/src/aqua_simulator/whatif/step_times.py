@@ -7,10 +7,8 @@ token a request sees as many steps as it has tokens left, with what the others c
 and one that arrives at an idle engine sees the steps of its own prompt. `front_s` is what a first
 token takes beside steps (tokenizer, network).
 
-What the observations do not tell apart is taken from the data sheet, which stands in the system as
-a few weak rows: steps and tokens are near it, and what is of the same kind is as far off it. A step
-reads the weights as it reads contexts; tokens are computed, as pairs are. Without any observation
-it is the data sheet's roofline.
+What the observations do not tell apart is taken from the data sheet (`step_fit`). Without any
+observation it is the data sheet's roofline.
 
 Of engines behind a router nothing says which request ran where: it is taken to balance them, so
 that a request is alone while fewer run than there are engines.
@@ -18,13 +16,12 @@ that a request is alone while fewer run than there are engines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 from jaxtyping import Float64
-from scipy.optimize import nnls
 
 from aqua_protocol.decoders import BYTES_PER_VALUE
 from aqua_simulator.timing.iteration import (
@@ -38,17 +35,25 @@ from aqua_simulator.timing.iteration import (
 )
 from aqua_simulator.whatif.cluster import EngineShape
 from aqua_simulator.whatif.recorded_day import ModelLoad
+from aqua_simulator.whatif.step_fit import StepObservations, solved
 
 FITTED_EVERY: Final = 3
 """Of so many requests, one in order of arrival is fitted to; the others check the fit. Doubled, the
 fit rests on half as many and the check on more."""
 
-LEAST_ROWS: Final = 20
+LEAST_ROWS: Final = 8
 """Observations that a fit needs. Doubled, short recordings fall back to the data sheet."""
 
-PRIOR_WEIGHT: Final = 0.003
-"""Of being off the data sheet by all of a coefficient, beside as much for all observations.
-Doubled, coefficients that the recording hardly tells are drawn four times as much to the sheet."""
+RECKONED_SHARE: Final = 0.3
+"""Of what a traced request saw of others, by which its number may be wrong: who was on which engine
+is not recorded. Doubled, requests beside others tell half as much."""
+
+COEFFICIENTS: Final = ("step_s", "token_s", "context_s", "pair_s")
+"""Those of a step, in the order of observations."""
+
+LEAST_LEFT: Final = 0.05
+"""Of a coefficient, what is left of it however far off it may be: nothing takes no time. Doubled,
+nothing changes but where a coefficient is hardly known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,8 @@ class StepCoefficients:
     Attributes:
         is_fitted: Whether a recording has told them; else the roofline of the data sheet counts.
         speed: All step times are so many times shorter: for sensitivities.
+        errors: Of the first four, as a factor of their covariance: L of L L'. None where they are
+            not fitted.
     """
 
     step_s: float
@@ -85,6 +92,30 @@ class StepCoefficients:
     front_s: float = 0.0
     is_fitted: bool = False
     speed: float = 1.0
+    errors: tuple[tuple[float, ...], ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        """The numbers for a report, with the standard error of each of the first four if fitted."""
+        rows = dict(zip(COEFFICIENTS, self.errors, strict=False))
+        errors = {f"{key}_error": float(np.hypot.reduce(row)) for key, row in rows.items()}
+        return {key: value for key, value in asdict(self).items() if key != "errors"} | errors
+
+    def off_by(self, deviations: float, counts: Sequence[float]) -> StepCoefficients:
+        """The coefficients so many standard errors off in what some steps take.
+
+        Of all coefficients that are as far off, those by which these steps are.
+
+        Args:
+            counts: Steps, tokens, contexts and pairs of the steps.
+        """
+        if not self.errors:
+            return self
+        factor = np.array(self.errors)
+        pull = factor.T @ np.array(counts)
+        off = deviations * factor @ pull / max(1e-300, float(np.sqrt(pull @ pull)))
+        now = np.array([getattr(self, key) for key in COEFFICIENTS])
+        moved = np.maximum(now * LEAST_LEFT, now + off).tolist()
+        return replace(self, **dict(zip(COEFFICIENTS, moved, strict=True)))
 
     def iteration_time(self, shape: EngineShape) -> IterationTime:
         """The coefficients as engines take step times."""
@@ -154,12 +185,19 @@ def fitted(
     """
     found: dict[str, StepCoefficients] = {}
     for names in kinds_of(shapes).values():
-        seen = [_rows_of(loads[name], shapes[name]) for name in names if name in loads]
+        seen = [_seen_of(loads[name], shapes[name]) for name in names if name in loads]
         coefficients = sheet_coefficients(shapes[names[0]])
-        if sum(len(rows) for rows, _ in seen) >= LEAST_ROWS:
-            rows = np.vstack([rows for rows, _ in seen])
-            coefficients = _solved(
-                rows, np.concatenate([seconds for _, seconds in seen]), coefficients
+        if sum(len(each) for each in seen) >= LEAST_ROWS:
+            sheet = np.array([getattr(coefficients, key) for key in COEFFICIENTS])
+            fit = solved(seen, sheet)
+            step_s, token_s, context_s, pair_s, front_s = fit.seconds.tolist()
+            # Scaled, since numbers of so different sizes are no matter of rounding then.
+            size = np.sqrt(np.diag(fit.covariance))
+            factor = np.linalg.cholesky(fit.covariance / np.outer(size, size)) * size[:, None]
+            coefficients = StepCoefficients(
+                *(step_s, token_s, context_s, pair_s, front_s),
+                is_fitted=True,
+                errors=tuple(tuple(row) for row in factor.tolist()),
             )
         found |= dict.fromkeys(names, coefficients)
     return found
@@ -173,12 +211,8 @@ def kinds_of(shapes: Mapping[str, EngineShape]) -> dict[tuple[str, str, int], li
     return kinds
 
 
-def _rows_of(
-    load: ModelLoad, shape: EngineShape
-) -> tuple[Float64[np.ndarray, "rows 5"], Float64[np.ndarray, " rows"]]:
-    if len(load.step_rows):
-        return load.step_rows, load.step_seconds
-    return observations(load, shape)
+def _seen_of(load: ModelLoad, shape: EngineShape) -> StepObservations:
+    return load.steps if len(load.steps) else observations(load, shape)
 
 
 def is_fitted_to(index: int) -> bool:
@@ -186,47 +220,13 @@ def is_fitted_to(index: int) -> bool:
     return index % FITTED_EVERY == 0
 
 
-_PRIOR: Final = np.array(
-    [
-        [1.0, 0.0, 0.0, 0.0, 0.0],
-        [0.0, 1.0, 0.0, 0.0, 0.0],
-        [-1.0, 0.0, 1.0, 0.0, 0.0],
-        [0.0, -1.0, 0.0, 1.0, 0.0],
-        [0.0, 0.0, 0.0, 0.0, 1.0],
-    ]
-)
-"""Rows of steps, tokens, contexts, pairs and first tokens, in shares of the data sheet's: the first
-two are as on it, contexts as steps, pairs as tokens, and nothing is before a first token. Doubled,
-it is `PRIOR_WEIGHT` that doubles."""
-_PRIOR_WANTED: Final = np.array([1.0, 1.0, 0.0, 0.0, 0.0])
-"""What these rows give; fixed by them."""
-
-
-def _solved(
-    rows: Float64[np.ndarray, "rows 5"],
-    seconds: Float64[np.ndarray, " rows"],
-    sheet: StepCoefficients,
-) -> StepCoefficients:
-    prior = np.array([sheet.step_s, sheet.token_s, sheet.context_s, sheet.pair_s])
-    # In shares of the data sheet's values and of the observed seconds: all errors are relative.
-    scale = np.append(prior, np.median(seconds))
-    system = rows * scale / seconds[:, None]
-    weight = PRIOR_WEIGHT * np.sqrt(len(rows))
-    wanted = np.concatenate([np.ones(len(rows)), weight * _PRIOR_WANTED])
-    found, _ = nnls(np.vstack([system, weight * _PRIOR]), wanted)
-    step_s, token_s, context_s, pair_s, front_s = (found * scale).tolist()
-    return StepCoefficients(step_s, token_s, context_s, pair_s, front_s, is_fitted=True)
-
-
-def observations(
-    load: ModelLoad, shape: EngineShape
-) -> tuple[Float64[np.ndarray, "rows 5"], Float64[np.ndarray, " rows"]]:
-    """What requests saw: (steps, tokens, contexts, pairs, first tokens) and their seconds."""
+def observations(load: ModelLoad, shape: EngineShape) -> StepObservations:
+    """What traced requests saw of steps: between their tokens, and before a first one alone."""
     known = np.flatnonzero(~np.isnan(load.last_s))
     chosen = known % FITTED_EVERY == 0
     load = load.known(known)
     if not len(load):
-        return np.empty((0, 5)), np.empty(0)
+        return StepObservations()
     engines, prompt = shape.deployed.replicas, load.prompt_tokens.astype(float)
     steps = load.output_tokens - 1.0
     spent = load.last_s - load.first_s
@@ -251,8 +251,11 @@ def observations(
     own, all_steps = steps[decoding], steps[decoding] + others[0]
     share = (np.maximum(own, all_steps / engines) - own) / np.maximum(others[0], 1e-9)
     tokens, contexts, prompts, pairs = (share * each for each in others)
-    rows = [own + tokens + prompts, context[decoding] + contexts, pairs]
-    decode = np.column_stack([steps[decoding], *rows, np.zeros(decoding.sum())])
+    none = np.zeros(decoding.sum())
+    others_read = [none, tokens, contexts, none, none, prompts, pairs]
+    doubts = RECKONED_SHARE * np.column_stack(others_read)
+    own_read = [own, own, context[decoding], none, none, none, none]
+    decode = np.column_stack(own_read) + np.column_stack(others_read)
     ahead = np.searchsorted(load.arrival_s, load.arrival_s, side="left")
     gone = np.searchsorted(np.sort(load.last_s), load.arrival_s, side="right")
     wait = load.first_s - load.arrival_s
@@ -261,10 +264,15 @@ def observations(
     alone &= later - np.arange(len(load)) <= engines - (ahead - gone)
     chunks = np.ceil(prompt / shape.deployed.max_num_batched_tokens)
     ones = np.ones(len(load))
-    prefill = np.column_stack([chunks, prompt, 0.0 * ones, prompt**2 / 2.0, ones])[alone]
-    is_used = np.concatenate([chosen[decoding], chosen[alone]])
-    seen = np.concatenate([spent[decoding], wait[alone]])
-    return np.vstack([decode, prefill])[is_used], seen[is_used]
+    nothing = 0.0 * ones
+    alone_read = [chunks, prompt, nothing, prompt**2 / 2.0, ones, nothing, nothing]
+    prefill = np.column_stack(alone_read)[alone]
+    return StepObservations(
+        np.vstack([decode, prefill]),
+        np.concatenate([spent[decoding], wait[alone]]),
+        np.vstack([doubts, 0.0 * prefill]),
+        np.concatenate([own, chunks[alone]]),
+    ).known(np.concatenate([chosen[decoding], chosen[alone]]))
 
 
 def _cumulated(
