@@ -226,6 +226,17 @@ def test_an_interval_of_offline_work_reaches_over_what_step_times_leave_open(
 
 
 @pytest.mark.slow
+def test_an_answer_without_drawn_days_says_what_step_times_leave_open(
+    answer: SavingsReport,
+) -> None:
+    outlook = next(each for each in answer.outlooks if each.scenario == "co-serving")
+    for key in ("offline_tokens", "offline_gpu_hours"):
+        found = outlook.numbers[key]
+        assert 0.0 <= found.low < found.value < found.high
+    assert answer.step_times["chat"]["context_s_error"] > 0.0
+
+
+@pytest.mark.slow
 def test_superfluous_engines_are_found(answer: SavingsReport) -> None:
     # One chat engine keeps 0.8 requests a second within the targets; the documents need theirs.
     assert numbers(answer, "without Aqua")["gpus_fewer"] == 2

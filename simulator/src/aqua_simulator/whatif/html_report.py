@@ -44,7 +44,10 @@ svg { width: 100%; height: auto; } .faint { color: #616e7c; }
 @media print { body { margin: 0; max-width: none; font-size: 9pt; } }
 """
 
-BRACKETS: Final = "Numbers in brackets: least to most over the recorded and the drawn days."
+BRACKETS: Final = (
+    "Numbers in brackets: least to most over the recorded and the drawn days; of offline work also "
+    "over what the recording leaves open of step times."
+)
 
 
 def write_report(path: Path, report: SavingsReport) -> None:
