@@ -6,25 +6,30 @@
     redis+sentinel://[user:password@]host:port,host:port/service/db
     rediss+sentinel://...                         the same, TLS to the master
 
-redis-py does what is hard about connections (TLS, authentication, Sentinel discovery); what is
-sent over them is `pipeline`'s business. Options after `?` are redis-py's own.
+redis-py does what is hard about connections (TLS, authentication); what is sent over them is
+`pipeline`'s business. Options after `?` are redis-py's own.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from redis.asyncio.connection import ConnectionPool
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
 
 from aqua_protocol import ConfigError
 
 SCHEMES: Final = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
 DEFAULT_SENTINEL_PORT: Final = 26_379
 """Fixed by Redis."""
+SENTINELS_SHARE: Final = 0.2
+"""Of the time to connect, for Sentinels: 1 s by default, and only where no majority answers.
+Doubled, a coordinator that hears from fewer is connected a second later."""
 
 
 def open_pool(url: str, *, connect_timeout_s: float, max_connections: int) -> ConnectionPool:
@@ -68,6 +73,44 @@ async def close_pool(pool: ConnectionPool) -> None:
             await sentinel.aclose()
 
 
+class _Sentinels(Sentinel):
+    """Sentinels that are asked all at once; redis-py asks them in turn and takes the first answer.
+
+    One that stands still, as when its machine went down with the master's, then keeps nobody from
+    the others; and one that is cut off from them does not hide that they chose another master.
+    """
+
+    async def discover_master(self, service_name: str) -> tuple[str, int]:
+        """Where the master is by the latest choice that a majority of the Sentinels tells of.
+
+        Raises:
+            MasterNotFoundError: None of those that answer names one that it reaches.
+        """
+        asked: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(one.sentinel_masters()) for one in self.sentinels
+        ]
+        named, silent = list[dict[str, Any]](), list[str]()
+        try:
+            for heard, answer in enumerate(asyncio.as_completed(asked), start=1):
+                try:
+                    state = (await answer).get(service_name)
+                except RedisError as error:
+                    silent.append(str(error))
+                    continue
+                if state and self.check_master_state(state, service_name):
+                    named.append(state)
+                if named and heard - len(silent) > len(asked) / 2:
+                    break
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        if not named:
+            raise MasterNotFoundError("; ".join([f"no master of {service_name!r}", *silent]))
+        latest = max(named, key=lambda state: state["config-epoch"])
+        return latest["ip"], latest["port"]
+
+
 def _sentinel_pool(url: str, options: dict[str, Any]) -> SentinelConnectionPool:
     parts = urlsplit(url)
     credentials, _, hosts = parts.netloc.rpartition("@")
@@ -77,15 +120,16 @@ def _sentinel_pool(url: str, options: dict[str, Any]) -> SentinelConnectionPool:
     if not service or not all(sentinel.hostname for sentinel in sentinels):
         message = "a Sentinel URL needs hosts, and the service name as its path"
         raise ValueError(message)
-    timeout_s = options["socket_connect_timeout"]
+    timeout_s = SENTINELS_SHARE * options["socket_connect_timeout"]
     # The Sentinels' own credentials, where they have any: `sentinel_username`, `sentinel_password`.
     query = dict(parse_qsl(parts.query))
     own = {name: query.pop(name) for name in [*query] if name.startswith("sentinel_")}
-    manager = Sentinel(  # type: ignore[no-untyped-call] # redis-py types Sentinel in part
+    manager = _Sentinels(  # type: ignore[no-untyped-call] # redis-py types Sentinel in part
         [(sentinel.hostname, sentinel.port or DEFAULT_SENTINEL_PORT) for sentinel in sentinels],
         sentinel_kwargs={
             "socket_connect_timeout": timeout_s,
             "socket_timeout": timeout_s,
+            "retry": Retry(NoBackoff(), 0),
             "protocol": 2,
             **{name.removeprefix("sentinel_"): value for name, value in own.items()},
         },
