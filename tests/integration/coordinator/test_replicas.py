@@ -10,7 +10,7 @@ import pytest
 
 from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_protocol import LeaseState
-from aqua_protocol.errors import CapacityError, StoreUnavailableError
+from aqua_protocol.errors import CapacityError, StoreFullError, StoreUnavailableError
 from harness.bounds import HANG_S
 from harness.ledger_room import LedgerRoom
 from harness.members_on_paper import PaperConsumer, PaperProducer
@@ -146,6 +146,23 @@ async def test_reading_goes_on_without_replicas_and_everything_else_is_refused(
             for node in nodes[1:]:
                 resume(node)
     await room.hear(PaperConsumer(revision=20))
+
+
+@pytest.mark.parametrize(("setting", "value"), [("min-replicas-to-write", 3), ("maxmemory", 1000)])
+async def test_after_writes_that_the_master_refuses_each_answer_still_goes_to_its_command(
+    setting: str, value: int, room: LedgerRoom, nodes: list[RedisNode]
+) -> None:
+    nodes[0].command("CONFIG", "SET", setting, value)
+    try:
+        with pytest.raises((StoreUnavailableError, StoreFullError)):
+            await room.grant(PaperConsumer())
+        # Reading goes on.
+        answers = [await room.pipeline.command("ECHO", word) for word in "abc"]
+        leases, _ = await room.ledger.leases()
+    finally:
+        nodes[0].command("CONFIG", "SET", setting, 0)
+    assert answers == [b"a", b"b", b"c"]
+    assert leases == []
 
 
 async def test_those_who_wait_are_refused_together_and_not_batch_by_batch(

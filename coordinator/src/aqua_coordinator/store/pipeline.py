@@ -42,7 +42,14 @@ from typing import Any, Final, TypeAlias
 import hiredis
 from redis.asyncio.connection import AbstractConnection, ConnectionPool
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import (
+    MasterDownError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from aqua_coordinator.store.connection import close_pool
@@ -88,14 +95,13 @@ SHARING: Final = frozenset({"grant_lease", "renew_lease", "release_lease"})
 """Small scripts that consumers call all the time: neighbours in a batch share one call."""
 
 _BOOKS_KEY: Final = KEYS["books"].encode()
-_NOT_NOW: Final = (
-    *("BUSY", "LOADING", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN"),
-    *("NOAUTH", "NOPERM", "WRONGPASS", "READONLY", "UNBLOCKED", "WRONGTYPE"),
-)
-"""First words of Redis errors that speak of its state or of our rights, not of the command. A key
-of the wrong type stops scripts that only read, until the next one that writes sets it aside."""
+_NOT_NOW: Final = ("BUSY", "NOREPLICAS", "UNBLOCKED", "WRONGTYPE")
+"""First words of Redis errors that speak of its state, not of the command. A key of the wrong type
+stops scripts that only read, until the next one that writes sets it aside."""
+_DEMOTED: Final = (ReadOnlyError, MasterDownError)
+"""What a master says that became a replica: the next connection finds the new one."""
 _NO_FUNCTION: Final = "Function not found"
-_BROKEN: Final = (RedisConnectionError, RedisTimeoutError, TimeoutError, OSError)
+_BROKEN: Final = (RedisConnectionError, RedisTimeoutError, OSError, *_DEMOTED)
 
 
 class Pipeline:
@@ -240,6 +246,8 @@ class Pipeline:
                 await self._hang_up()
             except RedisError as error:
                 _fail(batch, store_error(error))
+                # What of its answers was not read would be those of the next commands.
+                await self._hang_up()
             if not batch:
                 break
 
@@ -258,9 +266,8 @@ class Pipeline:
             for call in calls:
                 try:
                     answer = await connection.read_response()
-                except ReadOnlyError as error:
-                    # A master that became a replica: the next connection finds the new one.
-                    raise RedisConnectionError(str(error)) from error
+                except _DEMOTED:
+                    raise
                 except ResponseError as error:
                     if str(error) == _NO_FUNCTION and not reloaded:
                         # To the end of the batch, behind those whose answers are still to come.
@@ -359,7 +366,9 @@ def store_error(error: Exception) -> AquaError | AssertionError:
     text = str(error)
     if isinstance(error, OutOfMemoryError) or text.startswith(("OOM", "MISCONF")):
         return StoreFullError(f"Redis refuses writes: {text}", retry_after_s=RETRY_AFTER_S)
-    if isinstance(error, ResponseError) and not text.startswith(_NOT_NOW):
+    # Of these redis-py makes types, and takes the first word off.
+    is_state = isinstance(error, (*_DEMOTED, NoPermissionError)) or text.startswith(_NOT_NOW)
+    if isinstance(error, ResponseError) and not is_state:
         return AssertionError(f"Redis refused a command of ours: {text}")
     reason = text or type(error).__name__
     return StoreUnavailableError(f"Redis does not answer: {reason}", retry_after_s=RETRY_AFTER_S)
