@@ -74,14 +74,14 @@ class EventWatcher:
         """Wake for every change until no stream is left."""
         known = b"0-0"
         while self.listeners:
-            last: Any = await self._redis.xrevrange(KEYS["events"], count=1)
-            latest = last[0][0] if last else b"0-0"
-            if latest != known:
-                known = latest
-                self.wake()
-            # Answers at once if something was written since.
-            with resting():
-                async with asyncio.timeout(2 * BLOCK_MS / 1e3):
+            async with asyncio.timeout(2 * BLOCK_MS / 1e3):
+                last: Any = await self._redis.xrevrange(KEYS["events"], count=1)
+                latest = last[0][0] if last else b"0-0"
+                if latest != known:
+                    known = latest
+                    self.wake()
+                # Answers at once if something was written since.
+                with resting():
                     await self._redis.xread({KEYS["events"]: known}, count=1, block=BLOCK_MS)
             await asyncio.sleep(REST_S)
         self._wanted.clear()
