@@ -106,6 +106,7 @@ class FailoverRoom:
     """Nodes, Sentinels, coordinators and members of one test.
 
     Attributes:
+        work: What the members do, a task for each.
         lost: What was acknowledged, and is not so in the books: one sentence each.
         failovers: How many there have been.
     """
@@ -122,6 +123,7 @@ class FailoverRoom:
         self.nodes: Final = nodes
         self.sentinels: Final = sentinels
         self.members: Final = members
+        self.work: Final = [asyncio.create_task(member.run()) for member in members]
         self.lost: list[str] = []
         self.failovers = 0
         self._waits = min_replicas > 0
@@ -142,7 +144,9 @@ class FailoverRoom:
         wanted, refused = self.acknowledged + count, self.refusals
         try:
             async with asyncio.timeout(HANG_S):
-                while self.acknowledged < wanted:  # noqa: ASYNC110 - six tasks add to it
+                while self.acknowledged < wanted:
+                    for ended in filter(asyncio.Task.done, self.work):
+                        await ended  # With what ended it: members go on for ever.
                     await asyncio.sleep(0.002)
         except TimeoutError:
             heard = [(member.refusal, member.lost[-1:]) for member in self.members]
@@ -291,12 +295,11 @@ async def failover_room(
         for member in members:
             await hear(coordinators[0], member.consumer)
         room = FailoverRoom(nodes, sentinels, members, min_replicas=min_replicas, seed=seed)
-        tasks = [asyncio.create_task(member.run()) for member in members]
         try:
             yield room
         finally:
-            for task in tasks:
+            for task in room.work:
                 task.cancel()
-            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            outcomes = await asyncio.gather(*room.work, return_exceptions=True)
         for outcome in outcomes:
             assert isinstance(outcome, asyncio.CancelledError), outcome
