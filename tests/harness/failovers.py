@@ -158,6 +158,8 @@ class FailoverRoom:
     async def fail_over(self, kind: str) -> None:
         """One fault, one new master, everybody back, and the account."""
         await self.wait_for(self._random.randint(1, 60))
+        # Beside busy neighbours Sentinels may be about a failover of their own.
+        await asyncio.to_thread(until, self._in_step, "the nodes do not find together")
         port = self.sentinels.master_port()
         (old,) = (node for node in self.nodes if node.port == port)
         laggard = self._random.choice([node for node in self.nodes if node is not old])
