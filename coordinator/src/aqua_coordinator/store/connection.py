@@ -23,6 +23,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from aqua_protocol import ConfigError
+from aqua_protocol.supervision import start_job
 
 SCHEMES: Final = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
 DEFAULT_SENTINEL_PORT: Final = 26_379
@@ -76,7 +77,7 @@ async def close_pool(pool: ConnectionPool) -> None:
 class _Sentinels(Sentinel):
     """Sentinels that are asked all at once; redis-py asks them in turn and takes the first answer.
 
-    One that stands still, as when its machine went down with the master's, then keeps nobody from
+    A Sentinel that stands still, as when its machine is lost with the master's, then hides none of
     the others; and one that is cut off from them does not hide that they chose another master.
     """
 
@@ -86,24 +87,27 @@ class _Sentinels(Sentinel):
         Raises:
             MasterNotFoundError: None of those that answer names one that it reaches.
         """
-        asked: list[asyncio.Future[Any]] = [
-            asyncio.ensure_future(one.sentinel_masters()) for one in self.sentinels
-        ]
+        answers = asyncio.Queue[dict[str, Any] | BaseException]()
+
+        async def ask(sentinel: Any) -> None:  # noqa: ANN401 - redis-py types them in part
+            answers.put_nowait((await sentinel.sentinel_masters()).get(service_name, {}))
+
+        asked = [start_job(ask(sentinel), answers.put_nowait) for sentinel in self.sentinels]
         named, silent = list[dict[str, Any]](), list[str]()
         try:
-            for heard, answer in enumerate(asyncio.as_completed(asked), start=1):
-                try:
-                    state = (await answer).get(service_name)
-                except RedisError as error:
-                    silent.append(str(error))
-                    continue
-                if state and self.check_master_state(state, service_name):
-                    named.append(state)
+            for heard in range(1, len(asked) + 1):
+                said = await answers.get()
+                if isinstance(said, RedisError):
+                    silent.append(str(said))
+                elif isinstance(said, BaseException):
+                    raise said
+                elif said and self.check_master_state(said, service_name):
+                    named.append(said)
                 if named and heard - len(silent) > len(asked) / 2:
                     break
         finally:
-            for task in asked:
-                task.cancel()
+            for job in asked:
+                job.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
         if not named:
             raise MasterNotFoundError("; ".join([f"no master of {service_name!r}", *silent]))
