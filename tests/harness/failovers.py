@@ -1,7 +1,9 @@
 """Failovers of the books' Redis under load, and the account of what was acknowledged.
 
 Coordinators (without a network in front) find the master by Sentinels, as in production. Members
-take and release leases through them and note what they were told. A failover is one fault at a
+take and release leases through them, note what they were told, and report anew when they are
+refused, as real ones do with each heartbeat: a master that was chosen before their first report had
+reached it knows none of them. A failover is one fault at a
 seeded moment, the Sentinels' new choice, and the return of the node that was lost; afterwards the
 new master's books are compared with the notes.
 """
@@ -22,7 +24,8 @@ from aqua_coordinator.app import Service
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_protocol.leases import LeaseGrant, LeaseView
-from harness.asgi import client_of, error_of, hear, join
+from aqua_protocol.members import ProducerAck
+from harness.asgi import as_json, client_of, error_of, hear, join
 from harness.bounds import HANG_S
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
 from harness.redis_nodes import (
@@ -48,6 +51,11 @@ KINDS: Final = ("kill", "stop", "isolate", "hand over", "lag")
 class Member:
     """Takes leases for ever, releases the oldest, and notes what it was told.
 
+    Args:
+        name: Its own.
+        producer: Who lends to it, and reports with it.
+        coordinators: Asked in turn.
+
     Attributes:
         held: Acknowledged, and not asked to be released: id to epoch.
         released: Whose release was acknowledged.
@@ -57,7 +65,9 @@ class Member:
         refusal: The last of them.
     """
 
-    def __init__(self, name: str, coordinators: list[httpx.AsyncClient]) -> None:
+    def __init__(
+        self, name: str, producer: PaperProducer, coordinators: list[httpx.AsyncClient]
+    ) -> None:
         self.consumer: Final = PaperConsumer(name=name)
         self.held: dict[str, int] = {}
         self.released: set[str] = set()
@@ -65,6 +75,7 @@ class Member:
         self.lost: list[str] = []
         self.refusals = 0
         self.refusal = ""
+        self._producer = producer
         self._coordinators = itertools.cycle(coordinators)
 
     async def run(self) -> None:
@@ -73,12 +84,24 @@ class Member:
             key = {"Idempotency-Key": f"{self.consumer.name}-{number}"}
             wish = {"consumer_id": self.consumer.name, "bytes": SLAB, "ttl_s": 300}
             answer = await self._insist("/v1/leases", wish, key)
-            if answer is not None:
+            if answer is None:
+                await self._report()
+            else:
                 lease = LeaseGrant.model_validate_json(answer).lease
                 self.epochs.append(lease.epoch)
                 self.held[lease.lease_id] = lease.epoch
             if len(self.held) > HELD:
                 await self._release(next(iter(self.held)))
+
+    async def _report(self) -> None:
+        """Say who there is; what is refused of it is said after the next refusal."""
+        http = next(self._coordinators)
+        path = f"/v1/producers/{self._producer.name}"
+        answer = await http.put(path, json=as_json(self._producer.report()))
+        if answer.is_success:
+            self._producer.books_id = ProducerAck.model_validate_json(answer.content).books_id
+        path = f"/v1/consumers/{self.consumer.name}"
+        await http.put(path, json=as_json(self.consumer.report()))
 
     async def _release(self, lease_id: str) -> None:
         epoch = self.held.pop(lease_id)
@@ -292,8 +315,10 @@ async def failover_room(
         for _ in range(COORDINATORS):
             service = await stack.enter_async_context(Service(settings, sentinels.url).running())
             coordinators.append(await stack.enter_async_context(client_of(service)))
-        members = [Member(f"member-{number}", coordinators) for number in range(MEMBERS)]
-        await join(coordinators[0], PaperProducer(slabs=4000))
+        producer = PaperProducer(slabs=4000)
+        names = [f"member-{number}" for number in range(MEMBERS)]
+        members = [Member(name, producer, coordinators) for name in names]
+        await join(coordinators[0], producer)
         for member in members:
             await hear(coordinators[0], member.consumer)
         room = FailoverRoom(nodes, sentinels, members, min_replicas=min_replicas, seed=seed)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from pathlib import Path
 from typing import Final
 
 import pytest
+import redis
 
-from harness.failovers import KINDS, FailoverRoom, failover_room, watched_nodes
+from harness.failovers import KINDS, MEMBERS, FailoverRoom, failover_room, watched_nodes
 from harness.redis_nodes import skewed
 from harness.slices import IS_WHOLE, SEED, shuffled
 from harness.store_servers import short_directory
@@ -53,3 +55,14 @@ async def test_without_waiting_for_replicas_acknowledged_leases_are_lost() -> No
         async with failover_room(*nodes, min_replicas=0, seed=SEED) as room:
             await room.fail_over("isolate")
             assert room.lost
+
+
+async def test_members_that_a_master_does_not_know_report_anew_and_are_served() -> None:
+    with short_directory() as directory, watched_nodes(directory) as (nodes, sentinels):
+        async with failover_room(nodes, sentinels, min_replicas=0, seed=SEED) as room:
+            await room.wait_for(MEMBERS)
+            for node in nodes:
+                with contextlib.suppress(redis.ReadOnlyError):
+                    node.command("FLUSHALL")
+            await room.wait_for(2 * MEMBERS)  # Of these, as many may have been on their way.
+            assert any("has not reported yet" in said for one in room.members for said in one.lost)
