@@ -251,13 +251,14 @@ test-chart: .venv-chart/.ready ## Render the chart with a real helm and check it
 
 # As root: a root file system is made, mounted and entered, the compose file's services run by podman,
 # and the units of a machine that systemd boots. KEEP=1 takes the images of the last run, and ARCH=arm64 makes
-# and runs those of that kind by emulation: Debian's qemu-user-static and binfmt-support.
-IMAGE_TOOLS := buildah debootstrap podman systemd-nspawn curl
+# and runs those of that kind by emulation: Debian's qemu-user-static and binfmt-support. Podman's
+# networks are made by iptables, which its packages only suggest.
+IMAGE_TOOLS := buildah debootstrap podman iptables systemd-nspawn curl
 
 .PHONY: test-images
 test-images: $(READY) .venv-chart/.ready ## Build the images and run them, as a cluster, compose and systemd would; needs root
 	@command -v $(IMAGE_TOOLS) >/dev/null && test "$$(command -v $(IMAGE_TOOLS) | wc -l)" = $(words $(IMAGE_TOOLS)) || \
-	  { echo "one of $(IMAGE_TOOLS) is not here. On Debian and Ubuntu: apt-get install buildah debootstrap podman netavark aardvark-dns systemd systemd-container curl" >&2; exit 1; }
+	  { echo "one of $(IMAGE_TOOLS) is not here. On Debian and Ubuntu: apt-get install buildah debootstrap podman netavark aardvark-dns iptables systemd systemd-container curl" >&2; exit 1; }
 	KEEP=$(KEEP) ARCH=$(ARCH) .venv-chart/bin/python -m pytest -m images tests/images $(PYTEST_ARGS)
 
 .PHONY: lint
