@@ -305,6 +305,8 @@ class TorchSide:
         # A table is as large as its index says, if the host knows that.
         table = flat[0]
         index = self._index_values(flat[2]) if "index_" in str(func) else None
+        if index is not None and not table[:1].is_contiguous():
+            index = None  # Its rows are no stretches of bytes.
 
         def touched(x: torch.Tensor) -> list[tuple[int, int]]:
             return rows_of(x, index) if x is table and index is not None else ranges_of(x)
