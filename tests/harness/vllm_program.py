@@ -327,10 +327,14 @@ def _is_ready(scenario: Scenario, engine: Any) -> bool:  # noqa: ANN401 - vLLM's
 
 
 def _await_offer(engine: Any, nbytes: int) -> None:  # noqa: ANN401 - vLLM's
-    """Wait until the informer has offered so much: its thread has no event for others."""
+    """Wait until the informer has offered so much: its thread has no event for others.
+
+    A reclaim ends first: what is taken back meanwhile would be a part of it.
+    """
     service = engine.engine_core.engine_core.scheduler.lending_service
+    lender = service.memory_producer
     give_up_s = time.monotonic() + OFFER_WITHIN_S
-    while service.memory_producer.offered_bytes < nbytes:
+    while lender.offered_bytes < nbytes or lender.open_reclaim_bytes:
         assert time.monotonic() < give_up_s, service.lending
         service.informer.wake()
         threading.Event().wait(0.01)
