@@ -74,7 +74,7 @@ def day_of(seed: int, span_s: float) -> tuple[Cluster, Times, RecordedLoad]:
     models = [
         {
             "name": name,
-            "model": str(generator.choice(["Llama-3.1-8B", "Mistral-7B", "Llama-2-13B"])),
+            "model": str(generator.choice(["Llama-3.1-8B", "Mistral-7B", "Llama-2-7B"])),
             "gpu": str(generator.choice(["A100-80GB", "H100-80GB"])),
             "replicas": int(generator.integers(1, 5)),
         }

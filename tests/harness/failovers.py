@@ -3,9 +3,9 @@
 Coordinators (without a network in front) find the master by Sentinels, as in production. Members
 take and release leases through them, note what they were told, and report anew when they are
 refused, as real ones do with each heartbeat: a master that was chosen before their first report had
-reached it knows none of them. A failover is one fault at a
-seeded moment, the Sentinels' new choice, and the return of the node that was lost; afterwards the
-new master's books are compared with the notes.
+reached it knows none of them. A failover is one fault at a seeded moment, the Sentinels' new
+choice, and the return of the node that was lost; afterwards the new master's books are compared
+with the notes.
 """
 
 from __future__ import annotations

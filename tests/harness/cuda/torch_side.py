@@ -303,10 +303,9 @@ class TorchSide:
         overwritten |= "zero_" in str(func) or "out" in str(func)
         read = [x for x in tensors if id(x) not in ids or not overwritten]
         # A table is as large as its index says, if the host knows that.
-        table = flat[0]
-        index = self._index_values(flat[2]) if "index_" in str(func) else None
-        if index is not None and not table[:1].is_contiguous():
-            index = None  # Its rows are no stretches of bytes.
+        table, index = flat[0], flat[2] if "index_" in str(func) else None
+        if index is not None and self.is_device(index):
+            index = self._index_values(table, index)
 
         def touched(x: torch.Tensor) -> list[tuple[int, int]]:
             return rows_of(x, index) if x is table and index is not None else ranges_of(x)
@@ -325,7 +324,10 @@ class TorchSide:
     def _note_index(self, func: Any, flat: list[Any], written: list[torch.Tensor]) -> None:
         """Remember what an index on a GPU will hold, where it is copied from the host."""
         for each in written:
-            self._indexes.pop(each.data_ptr(), None)
+            start = each.data_ptr()
+            end = start + each.untyped_storage().nbytes()
+            for at in [at for at in self._indexes if start <= at < end]:
+                del self._indexes[at]
         if func is torch.ops.aten.copy_.default:
             target, source = flat[:2]
             is_index = source.dtype == torch.int64 and source.shape == target.shape
@@ -333,12 +335,14 @@ class TorchSide:
                 # What the host writes there before the copy is done is reported as such.
                 self._indexes[target.data_ptr()] = source.clone()
 
-    def _index_values(self, index: torch.Tensor) -> torch.Tensor | None:
-        """What an index holds when its kernel gets to it; None where only the GPU knows."""
-        if not self.is_device(index):
-            return index
+    def _index_values(self, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor | None:
+        """What an index on a GPU holds when its kernel gets there; None where only that knows.
+
+        Nor is it told where the table's rows are no stretches of bytes: all of it counts then.
+        """
         known = self._indexes.get(index.data_ptr())
-        return known if known is not None and known.shape == index.shape else None
+        is_known = known is not None and known.shape == index.shape
+        return known if is_known and table[:1].is_contiguous() else None
 
     def _is_seen(self, tensor: torch.Tensor) -> bool:
         """Whether kernels see it: a GPU's memory, or registered memory that was given to one."""

@@ -123,6 +123,7 @@ def test_what_a_fit_gets_wrong_by_itself_is_taken_off() -> None:
     load = ModelLoad(arrival_s, lengths[0], lengths[1], unknown, unknown)
     shown = recording_of(cluster, {"a": planted}, {"a": load}, span_s)
     by_fit = fitted(shown, cluster.engines)["a"]
+    assert by_fit.token_s != pytest.approx(planted.token_s, rel=0.03)
     assert by_fit.context_s > 1.5 * planted.context_s
     found = calibrated(cluster, RecordedLoad(span_s, shown, []))["a"]
     assert found.token_s == pytest.approx(planted.token_s, rel=0.03)

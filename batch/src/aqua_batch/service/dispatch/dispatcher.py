@@ -113,7 +113,6 @@ class Dispatcher:
         self._recorder = Recorder(database, lease_s, now_s, self._recorded)
         self._ready = ReadyQueue()
         self._jobs: dict[tuple[int, int, int], tuple[LeasedRequest, asyncio.Task[None]]] = {}
-        self._running_bytes = 0
         self._low_marks: dict[str | None, int] = {}
         self._taken: Counter[str] = Counter()
         self._pace: Counter[str] = Counter()
@@ -179,8 +178,9 @@ class Dispatcher:
             if held:
                 active = await self._database.read(partial(active_batches, batches=held))
                 gone = held - active  # What was leased meanwhile is of neither.
-                self._ready.drop(gone)
-                await self._drop([key for key in self._jobs if key[0] in gone])
+                if gone:
+                    self._ready.drop(gone)
+                    await self._drop([key for key in self._jobs if key[0] in gone])
             with resting(), contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
                     await self._is_changed.wait()
@@ -218,7 +218,8 @@ class Dispatcher:
 
     async def _lease_more(self) -> int:
         """Lease what runs low, if it is worth a transaction; how many requests there were."""
-        held_bytes = self._ready.size_bytes + self._running_bytes
+        held_bytes = sum(each.request.size for each in self._ready)
+        held_bytes += sum(each.size for each, _ in self._jobs.values())
         is_behind = (
             len(self._recorder) >= MOST_UNRECORDED
             or self._recorder.waiting_bytes >= MOST_UNRECORDED_BYTES
@@ -302,7 +303,6 @@ class Dispatcher:
                 continue
             ready = self._ready.take(waiting[0])
             self._taken[ready.model] += 1
-            self._running_bytes += ready.request.size
             job = start_job(self._run(ready, engine), partial(self._crashed, ready.request))
             job.add_done_callback(partial(self._ended, ready, engine))
             self._jobs[ready.request.key] = ready.request, job
@@ -331,12 +331,12 @@ class Dispatcher:
         held = self._jobs.get(ready.request.key)
         if held is not None and held[1] is job:  # Else another engine has it already.
             del self._jobs[ready.request.key]
-        self._running_bytes -= ready.request.size
         self._pump()
         if self._runs_low(ready.model) or self._runs_low(None):
             self._is_wanting.set()
 
     def _runs_low(self, model: str | None) -> bool:
+        """Whether to look for more: a request that ends asks this, so it costs two looks."""
         return self._ready.count(model) <= self._low_marks.get(model, 0)
 
     def _fail(self, request: LeasedRequest, reason: str) -> None:

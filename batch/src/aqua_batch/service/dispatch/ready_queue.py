@@ -22,19 +22,10 @@ class ReadyRequest(NamedTuple):
 
 
 class ReadyQueue:
-    """Requests of each model in the order in which they came.
-
-    Attributes:
-        size_bytes: Of their lines in the input.
-    """
+    """Requests of each model in the order in which they came."""
 
     def __init__(self) -> None:
         self._queues: dict[str, deque[ReadyRequest]] = {}
-        self._count = 0
-        self.size_bytes = 0
-
-    def __len__(self) -> int:
-        return self._count
 
     def __iter__(self) -> Iterator[ReadyRequest]:
         for queue in self._queues.values():
@@ -47,16 +38,16 @@ class ReadyQueue:
 
     def count(self, model: str | None) -> int:
         """Requests of a model; of all for None."""
-        return self._count if model is None else len(self._queues.get(model, ()))
+        if model is None:
+            return sum(map(len, self._queues.values()))
+        return len(self._queues.get(model, ()))
 
     def put(self, ready: ReadyRequest) -> None:
         """Add a request behind the others of its model."""
-        self._note(ready)
         self._queues.setdefault(ready.model, deque()).append(ready)
 
     def put_back(self, ready: ReadyRequest) -> None:
         """Add a request before the others of its model: it has had its turn."""
-        self._note(ready)
         self._queues.setdefault(ready.model, deque()).appendleft(ready)
 
     def take(self, model: str) -> ReadyRequest:
@@ -69,8 +60,6 @@ class ReadyQueue:
         ready = queue.popleft()
         if queue:
             self._queues[model] = queue
-        self._count -= 1
-        self.size_bytes -= ready.request.size
         return ready
 
     def drop(self, batches: Collection[int]) -> None:
@@ -83,8 +72,3 @@ class ReadyQueue:
     def clear(self) -> None:
         """Forget all."""
         self._queues.clear()
-        self._count = self.size_bytes = 0
-
-    def _note(self, ready: ReadyRequest) -> None:
-        self._count += 1
-        self.size_bytes += ready.request.size

@@ -39,6 +39,12 @@ POOL_SIZE: Final = 8
 than a service of one process has threads for."""
 MIGRATION_LOCK: Final = 0x41717561
 """Fixed: any number that all services of one PostgreSQL share; this one spells "Aqua"."""
+DRIVERS: Final = frozenset({("sqlite", "pysqlite"), ("postgresql", "psycopg")})
+"""Databases and their drivers, whose own statements and lists are used (`request_rows`)."""
+REMEDY: Final = (
+    "For example sqlite:////var/lib/aqua/batch.db, or "
+    "postgresql+psycopg://user:password@host/name (the extra `postgres`)."
+)
 MIGRATIONS: Final = Path(__file__).with_name("migrations")
 
 
@@ -106,6 +112,11 @@ class Database:
 def _open(url: str) -> Engine:
     try:
         parsed = make_url(url)
+        if (driver := (parsed.get_backend_name(), parsed.get_driver_name())) not in DRIVERS:
+            raise ConfigError(
+                f"AQUA_BATCH_DATABASE_URL names {'+'.join(driver)}: not spoken here",
+                remedy=REMEDY,
+            )
         if parsed.get_backend_name() != "sqlite":
             return create_engine(parsed, pool_size=POOL_SIZE, pool_pre_ping=True)
         if parsed.database is not None:
@@ -114,8 +125,7 @@ def _open(url: str) -> Engine:
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
         raise ConfigError(
             f"AQUA_BATCH_DATABASE_URL is no good: {type(error).__name__}",
-            remedy="For example sqlite:////var/lib/aqua/batch.db, or "
-            "postgresql+psycopg://user:password@host/name (the extra `postgres`).",
+            remedy=REMEDY,
         ) from error
     event.listen(engine, "connect", _prepare_sqlite)
     event.listen(engine, "begin", _begin_sqlite)

@@ -197,19 +197,15 @@ def free_unknown_leases(
 
 def _change(connection: Connection, keys: Iterable[tuple[int, int, int]], **values: object) -> None:
     """Set columns of requests, which this transaction has locked already."""
-    for batch, lines in _lines_by_batch(keys).items():
-        connection.execute(
-            update(REQUESTS)
-            .where(REQUESTS.c.batch == batch, is_among(connection, REQUESTS.c.line, lines))
-            .values(**values)
-        )
-
-
-def _lines_by_batch(keys: Iterable[tuple[int, int, int]]) -> dict[int, list[int]]:
     lines: defaultdict[int, list[int]] = defaultdict(list)
     for batch, line, _ in keys:
         lines[batch].append(line)
-    return lines
+    for batch, of_batch in lines.items():
+        connection.execute(
+            update(REQUESTS)
+            .where(REQUESTS.c.batch == batch, is_among(connection, REQUESTS.c.line, of_batch))
+            .values(**values)
+        )
 
 
 def fair_shares(
