@@ -229,9 +229,9 @@ def shaped_day(shape: DayShape, seed: int, *, span_s: float) -> PlantedDay:
 
 
 def _length(generator: np.random.Generator, low: int, high: int) -> int:
-    """Log-normal, mostly between these."""
+    """Log-normal, mostly between these; a day has no request that no engine could hold."""
     middle, spread = np.log(low * high) / 2, np.log(high / low) / 4
-    return max(2, int(generator.lognormal(middle, spread)))
+    return int(np.clip(generator.lognormal(middle, spread), 2, 1.5 * high))
 
 
 def _drawn_times(generator: np.random.Generator) -> StepCoefficients:

@@ -54,6 +54,10 @@ class Assumptions:
     reserve_share: float = RESERVE_SHARE
     contention: float = 1.0
 
+    def block_count(self, shape: EngineShape) -> int:
+        """Blocks of an engine's KV memory."""
+        return max(1, int(shape.block_count * self.memory))
+
 
 @dataclass(frozen=True, slots=True)
 class ServingTerms:
@@ -194,7 +198,7 @@ def _member(
             deployed.max_num_batched_tokens, deployed.max_num_seqs, kv_bytes_per_token=kv
         ),
         times.iteration_time(shape),
-        PagedMemory(max(1, int(shape.block_count * assumed.memory)), BLOCK_TOKENS),
+        PagedMemory(assumed.block_count(shape), BLOCK_TOKENS),
         store,
         policy_named(PolicyName.best() if terms.is_fair else PolicyName.FCFS),
     )

@@ -195,7 +195,9 @@ def fill_gaps(  # noqa: PLR0913 - a question is that wide
         order: Of the pool; None as it comes.
     """
     span_s /= assumed.load
-    replicas = cluster.engines[name].deployed.replicas
+    shape = cluster.engines[name]
+    replicas = shape.deployed.replicas
+    longest = assumed.block_count(shape) * BLOCK_TOKENS
     length_s = min(sample_s, span_s)
     # One in each of as many equal parts of the day, at the same place in each.
     part_s = span_s / sample_count
@@ -229,6 +231,8 @@ def fill_gaps(  # noqa: PLR0913 - a question is that wide
             mine = [
                 replace(each, arrival_s=each.arrival_s - begin_s)
                 for each in load.arrivals(rows, load=assumed.load, outputs=assumed.outputs)
+                # No engine could ever hold the others; an answer names how many there are.
+                if each.prompt_tokens + each.output_tokens <= longest
             ]
         for has_offline, runs in ((True, both), (False, alone)):
             counted = counts if has_offline else None
@@ -286,7 +290,7 @@ def _engine(  # noqa: PLR0913 - private
     """An engine with the pool; adds steps, tokens, contexts and pairs to `counts`."""
     shape = cluster.engines[name]
     deployed, model = shape.deployed, shape.model
-    blocks = max(1, int(shape.block_count * assumed.memory))
+    blocks = assumed.block_count(shape)
     times = replace(coefficients, speed=coefficients.speed * assumed.speed)
     time_of = times.iteration_time(shape)
     rate = cluster.link_bytes_per_s(name, is_peer=is_peer) * deployed.tp * assumed.link
