@@ -25,6 +25,7 @@ from aqua_simulator.whatif.cluster import (
 from aqua_simulator.whatif.fleet_day import recording_of
 from aqua_simulator.whatif.html_report import write_report
 from aqua_simulator.whatif.jobs import GapJob, OnlineJob, SimulationInput, run_all
+from aqua_simulator.whatif.members import Assumptions
 from aqua_simulator.whatif.offline import blended_gain
 from aqua_simulator.whatif.recorded_day import ModelLoad, RecordedLoad, read_day
 from aqua_simulator.whatif.report import SavingsReport
@@ -108,6 +109,21 @@ def test_what_no_step_shows_is_as_far_off_the_data_sheet_as_what_is_of_its_kind(
     assert found.pair_s == pytest.approx(2.0 * sheet.pair_s, rel=0.01)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_of_engines_that_are_busy_all_day_take_what_those_beside_them_saw(seed: int) -> None:
+    listed = {"name": "a", "model": "Llama-2-7B", "gpu": "H100-80GB", "replicas": 4}
+    cluster, _ = cluster_of(DeploymentList.model_validate({"models": [listed]}), "test")
+    planted = StepCoefficients(0.01, 5e-5, 4e-7, 3e-9, 0.02, is_fitted=True)
+    generator, count, span_s = np.random.default_rng(seed), 15_000, 300.0
+    prompts, outputs = (generator.integers(2, most, count) for most in (600, 100))
+    unknown = np.full(count, np.nan)
+    load = ModelLoad(np.sort(generator.random(count)) * span_s, prompts, outputs, unknown, unknown)
+    shown = recording_of(cluster, {"a": planted}, {"a": load}, span_s)
+    found = fitted(shown, cluster.engines)["a"]
+    assert found.token_s == pytest.approx(planted.token_s, rel=0.2)
+    assert found.step_s == pytest.approx(planted.step_s, rel=0.2)
+
+
 @pytest.mark.slow
 def test_what_a_fit_gets_wrong_by_itself_is_taken_off() -> None:
     listed = {"name": "a", "model": "Mistral-7B", "gpu": "A100-80GB", "replicas": 2}
@@ -188,6 +204,27 @@ def test_planted_offline_work_is_recovered_within_five_percent(
     )
     assert found.offline_tokens_per_s == pytest.approx(known.offline_tokens_per_s, rel=0.05)
     assert known.online_busy_share < 0.8 < known.busy_share
+
+
+def test_a_request_that_no_engine_could_hold_takes_nothing_from_offline_work() -> None:
+    listed = {"name": "a", "model": "Mistral-7B", "gpu": "A100-80GB", "replicas": 1}
+    listed |= {"kv_tokens": 4000}
+    cluster, _ = cluster_of(DeploymentList.model_validate({"models": [listed]}), "test")
+
+    def background_of(load: ModelLoad) -> SimulationInput:
+        day = RecordedLoad(20.0, {"a": load}, [])
+        return SimulationInput(cluster, day, {"a": PLANTED}, sample_count=1, sample_s=20.0)
+
+    for fitting, longest in ((2, 4001), (3, 3700)):  # The last fits, but in nine tenths.
+        arrival_s, prompts = np.array([1.0, 2.0, 3.0]), np.array([1000, 2000, longest])
+        load = ModelLoad(arrival_s, prompts, np.full(3, 10), *np.full((2, 3), np.nan))
+        for memory, count in ((1.0, fitting), (0.9, 2)):
+            found = [
+                GapJob(0, "a", assumed=Assumptions(memory=memory)).run(background_of(each))
+                for each in (load, load.known(np.arange(count)))
+            ]
+            assert found[0] == found[1]
+            assert found[0].offline_tokens_per_s > 0.0
 
 
 def test_step_times_are_off_by_what_their_fit_leaves_open() -> None:
