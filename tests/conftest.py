@@ -33,6 +33,10 @@ SEED: Final = 0
 for setting in ("AQUA_STORE_TIMEOUT_S", "AQUA_REQUEST_TIMEOUT_S"):
     os.environ.setdefault(setting, "60")
 
+# Threads of tiny operations mostly wait for each other, and spin meanwhile: where two processes of
+# tests share two cores, a tiny pipeline takes five times the processor time. Children inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 TESTS_ROOT: Final = Path(__file__).resolve().parent
 
 # Settings of plugins that a GPU machine without registry access may lack (`make test-gpu

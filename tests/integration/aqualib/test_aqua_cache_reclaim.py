@@ -40,14 +40,6 @@ class AtTokens(LogitsProcessor):  # type: ignore[misc] # transformers is not typ
         assert not self._actions, f"never reached: {sorted(self._actions)}"
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def issuer() -> TokenIssuer:
     return TokenIssuer()

@@ -32,15 +32,6 @@ MODES: dict[str, tuple[int, dict[str, object]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads of tiny operations mostly wait for each other, the more so on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def aqua() -> Iterator[Aqua]:
     with aqualib.connect(
