@@ -22,12 +22,12 @@ from aqualib.metrics import ConsumerMetrics
 from aqualib.producer.producer import Producer
 from aqualib.reporter import Identity
 from harness import promql
-from harness.source_tree import ROOT, modules
+from harness.source_tree import ROOT
 
 REFERENCE: Final = ROOT / "docs" / "operations" / "metrics.md"
 ENGINE_METRICS: Final = ROOT / "aqualib/src/aqualib/engines/vllm/operations/metrics.py"
 HISTOGRAM_PARTS: Final = ("bucket", "sum", "count")
-NOT_METRICS: Final = {module.package for module in modules()} | {
+NOT_METRICS: Final = {package.name for package in ROOT.glob("*/src/aqua*")} | {
     "aqua_class",  # an argument of a request to vLLM
     "aqua_error",  # the code of the base of all errors
     "aqua_things",  # a package of an example
