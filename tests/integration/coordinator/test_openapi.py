@@ -164,14 +164,14 @@ async def test_the_document_asks_for_tokens_if_the_coordinator_does(
     assert security_of((await http.get("/openapi.json")).json()) == (set(), 0)
 
 
+# Without a parameter of ours all operations would have one name, and xdist runs one test of a name.
+@pytest.mark.parametrize("caller", ["operator"])
 @document.parametrize()
-@settings(
-    max_examples=25,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
-def test_no_request_breaks_the_document(case: schemathesis.Case[Any], coordinator: Guarded) -> None:
-    call_as(coordinator.token, case, coordinator)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+def test_no_request_breaks_the_document(
+    case: schemathesis.Case[Any], caller: str, coordinator: Guarded
+) -> None:
+    call_as(coordinator.tokens[caller], case, coordinator)
 
 
 @pytest.mark.parametrize("caller", sorted(CALLERS.keys() - {"operator"}))
