@@ -13,6 +13,7 @@ import importlib.util
 import os
 import random
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -92,6 +93,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(_tier_of(item.path))
         if item.get_closest_marker("gpu") is not None and (reason := _why_no_cuda()) is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+    twice = [name for name, count in Counter(item.nodeid for item in items).items() if count > 1]
+    if twice:
+        raise pytest.UsageError(f"tests of one name, of which xdist runs one: {twice}")
 
 
 def pytest_collection_finish() -> None:
