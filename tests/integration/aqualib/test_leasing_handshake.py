@@ -186,6 +186,11 @@ def send_an_illegible_payload(crook: Crook) -> None:
     crook.slabs(1, 2, 3, payload="not base64!")
 
 
+def send_a_payload_of_other_letters(crook: Crook) -> None:
+    crook.welcome()
+    crook.slabs(1, 2, 3, payload="\N{LATIN SMALL LETTER E WITH ACUTE}")
+
+
 def speak_another_version(crook: Crook) -> None:
     crook.welcome(protocol_version=PROTOCOL_VERSION + 1)
 
@@ -224,6 +229,7 @@ def talk_nonsense(crook: Crook) -> None:
         (announce_more, ProtocolError, "more than was granted"),
         (forget_the_descriptors, ProtocolError, "without their descriptors"),
         (send_an_illegible_payload, ProtocolError, "malformed"),
+        (send_a_payload_of_other_letters, ProtocolError, "malformed"),
         (speak_another_version, VersionMismatchError, "speaks protocol"),
         (be_somebody_else, ProtocolError, "welcomes under"),
         (lend_larger_slabs, ProtocolError, "welcomes under|more than was granted"),

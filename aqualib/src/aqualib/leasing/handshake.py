@@ -12,7 +12,6 @@ way is declined, or the producer would have to lock it away for as long as this 
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -238,7 +237,7 @@ def _open(
         )
     try:
         payload = base64.b64decode(handle.payload, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # Of other than ASCII it is no `binascii.Error`.
         if fd is not None:
             os.close(fd)
         raise ProtocolError(f"{attachment.producer_id} sent a malformed slab handle") from error
