@@ -15,7 +15,7 @@ import pytest
 from aqua_protocol import MIB, TransportError, TransportUnavailableError
 from aqualib.transports import Handle, host_pages
 from aqualib.transports.host_pages import HUGE_PAGE_BYTES, HostMapping
-from aqualib.transports.memfd import MemfdTransport
+from aqualib.transports.memfd import SEALS, MemfdTransport
 from harness.transport_peer import pattern
 
 NBYTES = 4 * MIB
@@ -56,6 +56,15 @@ def test_memory_that_its_owner_could_truncate_is_refused(
     fcntl.fcntl(plain_memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     with pytest.raises(TransportError, match="not sealed"):
         transport.open(Handle(b"", os.dup(plain_memory)), NBYTES)
+
+
+def test_memory_of_reserved_huge_pages_is_refused(transport: MemfdTransport) -> None:
+    """Its owner may punch a hole, and take what is left of the pool: our next touch is a SIGBUS."""
+    fd = os.memfd_create("huge", os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+    os.ftruncate(fd, NBYTES)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    with pytest.raises(TransportError, match="huge pages"):
+        transport.open(Handle(b"", fd), NBYTES)
 
 
 def test_memory_that_cannot_be_written_is_refused(transport: MemfdTransport) -> None:

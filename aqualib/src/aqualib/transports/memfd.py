@@ -5,9 +5,10 @@ descriptor that travels by SCM_RIGHTS, freed by the kernel when the last mapping
 gone, whichever process died. So everything above the transport behaves here as it does there.
 
 A slab is sealed against shrinking and growing: a peer that could truncate it could kill us with
-SIGBUS. An importer refuses descriptors without these seals or of another size. What a seal does not
-stop is a peer that overwrites or hole-punches bytes; lease channels admit only peers of one user
-with a valid token, and the optional checksum catches the rest.
+SIGBUS. So could one that punches a hole into reserved huge pages, once no page of them is left to
+fill it. An importer refuses descriptors of these, without seals or of another size. What a seal
+does not stop is a peer that overwrites or hole-punches bytes; lease channels admit only peers of
+one user with a valid token, and the optional checksum catches the rest.
 """
 
 from __future__ import annotations
@@ -125,10 +126,13 @@ def _require_slab(fd: int, nbytes: int) -> None:
         # tmpfs is sealed against sealing from birth.
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         size = os.fstat(fd).st_size
+        page_bytes = os.fstatvfs(fd).f_bsize
     except OSError as error:
         raise TransportError(f"the descriptor is not a memfd slab: {error.strerror}") from error
     if seals & SEALS != SEALS:
         raise TransportError("the slab is not sealed: its owner could truncate it under us")
+    if page_bytes != PAGE_BYTES:
+        raise TransportError("the slab is of reserved huge pages: its owner could take them away")
     require_announced(size, nbytes)
 
 
