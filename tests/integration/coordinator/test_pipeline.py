@@ -277,6 +277,20 @@ async def test_a_wrong_password_is_told(each_store: EmbeddedValkey) -> None:
             await pipeline.command("CONFIG", "SET", "requirepass", "")
 
 
+async def test_a_password_that_is_wanted_of_late_is_no_mistake_of_ours(
+    each_store: EmbeddedValkey,
+) -> None:
+    async with running_pipeline(each_store.url) as operator:
+        await operator.command("CONFIG", "SET", "requirepass", "open-sesame")
+        try:
+            for words in (("GET", "key"), ("MGET", *("key",) * 10)):
+                async with running_pipeline(each_store.url) as stranger:
+                    with pytest.raises(StoreUnavailableError, match=r"authenticat|Authenticat"):
+                        await stranger.command(*words)
+        finally:
+            await operator.command("CONFIG", "SET", "requirepass", "")
+
+
 async def test_a_right_that_is_missing_is_no_mistake_of_ours(each_store: EmbeddedValkey) -> None:
     async with running_pipeline(each_store.url) as pipeline:
         await pipeline.command("ACL", "SETUSER", "guest", "on", ">sesame", "~*", "+@all", "-fcall")

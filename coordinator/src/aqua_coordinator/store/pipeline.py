@@ -95,9 +95,14 @@ SHARING: Final = frozenset({"grant_lease", "renew_lease", "release_lease"})
 """Small scripts that consumers call all the time: neighbours in a batch share one call."""
 
 _BOOKS_KEY: Final = KEYS["books"].encode()
-_NOT_NOW: Final = ("BUSY", "NOREPLICAS", "UNBLOCKED", "WRONGTYPE")
+_NOT_NOW: Final = (
+    *("BUSY", "NOREPLICAS", "UNBLOCKED", "WRONGTYPE"),
+    *("DENIED", "Protocol error: unauthenticated"),
+)
 """First words of Redis errors that speak of its state, not of the command. A key of the wrong type
-stops scripts that only read, until the next one that writes sets it aside."""
+stops scripts that only read, until the next one that writes sets it aside. The last two are those
+of a Redis that has come to want a password: of its protected mode, and for words beyond its tenth.
+"""
 _DEMOTED: Final = (ReadOnlyError, MasterDownError)
 """What a master says that became a replica: the next connection finds the new one."""
 _NO_FUNCTION: Final = "Function not found"
