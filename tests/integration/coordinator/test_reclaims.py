@@ -52,6 +52,15 @@ async def test_a_producers_own_reclaim_is_booked_as_it_goes(
     assert (await room.ledger.summary()).open_reclaim_count == 0
 
 
+async def test_a_zero_with_a_sign_is_a_zero(room: LedgerRoom, producer: PaperProducer) -> None:
+    producer.reclaims = [
+        finished("mine", deadline_s=-0.0, first_slab_ms=-0.0).model_copy(update={"total_ms": -0.0})
+    ]
+    assert (await room.tell(producer)).reclaimed == [("returned", 0, 0)]
+    view = await room.ledger.reclaim("mine")
+    assert (view.deadline_s, view.first_slab_ms, view.total_ms) == (0, 0, 0)
+
+
 async def test_a_finished_reclaim_counts_once_however_often_it_is_reported(
     room: LedgerRoom, producer: PaperProducer
 ) -> None:

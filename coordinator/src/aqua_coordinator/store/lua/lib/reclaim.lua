@@ -1,7 +1,7 @@
 -- Reclaims: what producers measured, and what operators ordered.
 
 local function is_decimal(text)
-  return text and string.find(text, '^%d[%d.e+-]*$') and tonumber(text) and true or false
+  return text and string.find(text, '^%-?%d[%d.e+-]*$') and tonumber(text) and true or false
 end
 
 -- reclaim_id, producer_id, origin, requested_bytes, returned_bytes, deadline_s, done, escalated,
