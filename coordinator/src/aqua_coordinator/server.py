@@ -27,7 +27,7 @@ from aqua_cli.service import address_of, listen
 from aqua_coordinator import __version__
 from aqua_coordinator.app import Service
 from aqua_coordinator.embedded import EmbeddedValkey
-from aqua_coordinator.http.connections import ConnectionLimits
+from aqua_coordinator.http.connections import ConnectionLimits, Protocol
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store.adoption import AdoptionKeys
 from aqua_protocol import ConfigError
@@ -86,7 +86,7 @@ class Server(uvicorn.Server):
         services = service.services
         settings, tls = services.settings, services.settings.tls_files()
         limits = ConnectionLimits(settings.transfer_timeout_s, services.metrics, tls)
-        make = partial(limits.protocol, config.http_protocol_class)
+        make = partial(limits.protocol, Protocol)
         config.http_protocol_class = make  # type: ignore[assignment] # called, never subclassed
         super().__init__(config)
         self._reaper = SupervisedTask(limits.close_late_ones, "connection-reaper")

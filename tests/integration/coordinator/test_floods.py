@@ -19,6 +19,7 @@ import pytest
 from pydantic import BaseModel
 
 from aqua_coordinator.access.tokens import Role, create_token, revoke_token
+from aqua_coordinator.http.connections import MAX_CHUNKS, MAX_FIELDS, MAX_PIPELINED
 from aqua_coordinator.http.token_queue import IN_WORK_BYTES
 from aqua_protocol import LeaseState
 from aqua_protocol.leases import LeaseGrant, LeaseView
@@ -393,13 +394,41 @@ def test_what_stalls_is_waited_for_so_long_and_no_longer(tmp_path: Path) -> None
         cluster.report()
 
 
+@pytest.mark.parametrize("of", ["fields", "trailers", "chunks", "requests"])
+def test_much_work_of_few_bytes_ends_its_connection(tmp_path: Path, of: str) -> None:
+    """Parsed in one turn of the loop, it would keep all others waiting."""
+    with running_cluster(tmp_path) as cluster, Flood(cluster.process.port) as flood:
+        head = (
+            f"PUT /v1/producers/p HTTP/1.1\r\nAuthorization: Bearer {cluster.member}\r\n"
+            "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
+        )
+
+        def request(count: int) -> str:
+            if of == "requests":
+                return "GET /healthz HTTP/1.1\r\n\r\n" * count
+            many = count * {"fields": "a:\r\n", "trailers": "b:\r\n", "chunks": "1\r\n \r\n"}[of]
+            parts = {"fields": "", "trailers": "", "chunks": "2\r\n{}\r\n"} | {of: many}
+            return f"{head}{parts['fields']}\r\n{parts['chunks']}0\r\n{parts['trailers']}\r\n"
+
+        most = {"chunks": MAX_CHUNKS, "requests": MAX_PIPELINED}.get(of, MAX_FIELDS)
+        assert b" 400 " not in flood.send(request(most // 2)).recv(65_536)
+        said = b""
+        with contextlib.suppress(ConnectionError):
+            flood.send(request(100 * most))
+        with contextlib.suppress(ConnectionError):
+            while part := flood.sockets[-1].recv(65_536):
+                said += part
+                assert b" 422 " not in said
+                assert said.count(b" 200 ") <= most
+
+
 def test_an_answer_that_its_reader_does_not_take_is_given_up(tmp_path: Path) -> None:
     with (
         running_cluster(tmp_path, AQUA_TRANSFER_TIMEOUT_S="0.5") as cluster,
         Flood(cluster.process.port) as flood,
     ):
         with contextlib.suppress(ConnectionError):
-            flood.send("GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 2000)
+            flood.send("GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * MAX_PIPELINED)
         closed = 'aqua_coordinator_connections_closed_total{reason="unread"}'
         give_up_s = time.monotonic() + HANG_S
         while (
