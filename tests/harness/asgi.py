@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 from pydantic import BaseModel
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from aqua_coordinator.app import Service
@@ -30,6 +31,12 @@ def without_network(app: ASGIApp, connection: Connection | None = None) -> httpx
                 used.leave()
 
     return httpx.ASGITransport(app=call)
+
+
+def bare_request() -> Request:
+    """A request over a connection of its own, for operations that are called as they are."""
+    connection = Connection(asyncio.Transport(), strangers={}, active=set())
+    return Request({"type": "http", "state": {"connection": connection}})
 
 
 def client_of(

@@ -22,7 +22,7 @@ from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store.keys import KEYS
 from aqua_protocol.leases import EndedReclaim, Event, Pairing, PlacementPlan, ReclaimOutcome
 from aqua_protocol.members import LoadReport, ReclaimReport
-from harness.asgi import allocate, as_json, client_of, error_of, hear, join
+from harness.asgi import allocate, as_json, bare_request, client_of, error_of, hear, join
 from harness.ledger_room import ledger_room
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
 
@@ -149,7 +149,7 @@ async def test_the_end_of_a_reclaim_is_an_event_with_its_figures(
     await lend(http)
     services = service.services
     caller = services.authenticator.authenticate(None)
-    stream = aiter((await stream_events(caller, services, "0-0")).body_iterator)
+    stream = aiter((await stream_events(caller, services, bare_request(), "0-0")).body_iterator)
     found: list[dict[str, Any]] = []
     while not found:
         lines = str(await anext(stream)).splitlines()

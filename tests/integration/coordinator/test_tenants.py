@@ -22,7 +22,7 @@ from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store.keys import KEYS
 from aqua_protocol import LeaseState
 from aqua_protocol.leases import LeaseGrant, Pairing, PlacementPlan, QuotaPage, ReclaimRequest
-from harness.asgi import allocate, as_json, client_of, error_of, hear, join
+from harness.asgi import allocate, as_json, bare_request, client_of, error_of, hear, join
 from harness.ledger_room import LedgerRoom, ledger_room
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
 
@@ -139,7 +139,7 @@ async def test_a_tenants_events_are_its_own_and_those_of_offers(clients: Clients
     header = f"Bearer {clients.tokens['red']}"
     caller = services.authenticator.authenticate(header)
     await services.ledger.put_placements(PlacementPlan(pairings=[]))
-    stream = aiter((await stream_events(caller, services, "0-0")).body_iterator)
+    stream = aiter((await stream_events(caller, services, bare_request(), "0-0")).body_iterator)
     seen: list[dict[str, Any]] = []
     while [event["kind"] for event in seen].count("placement_changed") < 2:
         lines = str(await anext(stream)).splitlines()

@@ -29,6 +29,7 @@ from aqualib.settings import load_settings
 from harness.bounds import HANG_S
 from harness.certificates import Authority, files_in, replace
 from harness.coordinator_process import CoordinatorProcess, data_dir
+from harness.members_on_paper import PaperProducer
 
 ONCE: Final = RetryRule(max_attempts=1)
 RENEWALS: Final = 10
@@ -366,6 +367,53 @@ def test_a_connection_does_not_outlive_its_certificate(
 
         until(closes, "an expired certificate is still good")
         until(is_refused, "an expired certificate is let in")
+
+
+def test_an_event_stream_does_not_outlive_its_certificate(
+    coordinator: Secured, member: TlsFiles, tmp_path: Path
+) -> None:
+    with (
+        contextlib.closing(connected_for_seconds(coordinator, tmp_path)) as http,
+        http.stream("GET", f"{coordinator.url}/v1/events") as stream,
+    ):
+        lines = stream.iter_lines()
+        assert next(lines).startswith("retry:")
+
+        def is_refused() -> bool:
+            try:
+                return bool(http.get(f"{coordinator.url}/healthz").is_error)
+            except httpx.HTTPError:
+                return True
+
+        until(is_refused, "an expired certificate is still good")
+        with coordinator.client(member) as operator:
+            operator.report_producer(PaperProducer().report())
+        for line in lines:
+            assert not line.startswith("event:")
+
+
+def test_an_event_stream_does_not_outlive_its_authority(tmp_path: Path) -> None:
+    with secured(tmp_path, tmp_path / "server") as coordinator:
+        old, fresh = coordinator.authority, Authority(tmp_path, "fresh")
+        late, member = old.issue(tmp_path / "late"), fresh.issue(tmp_path / "member")
+        with (
+            httpx.Client(verify=late.context(), trust_env=False, timeout=HANG_S) as http,
+            http.stream("GET", f"{coordinator.url}/v1/events") as stream,
+        ):
+            lines = stream.iter_lines()
+            assert next(lines).startswith("retry:")
+            fresh.issue(coordinator.server)
+            until(partial(_is_served, coordinator, member), "the new authority is not taken")
+            with coordinator.client(member) as operator:
+                operator.report_producer(PaperProducer().report())
+            for line in lines:
+                assert not line.startswith("event:")
+
+
+def _is_served(coordinator: Secured, member: TlsFiles) -> bool:
+    with contextlib.suppress(UnavailableError), coordinator.client(member) as client:
+        return client.healthz().status == "ok"
+    return False
 
 
 def test_handshakes_that_stall_are_ended_and_do_not_keep_members_out(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ A head has few fields, a body few chunks, and few requests are sent ahead of the
 
 TLS is spoken here, too: handshakes are watched as all else is, a refused one is told why, and each
 takes the certificates as they are now. A connection that was made with other ones, or whose client
-certificate has expired, ends with its next answer.
+certificate has expired, ends with its next answer; an answer without an end asks `remaining_s`.
 
 What is promised of requests is `RequestLimits`'s. Idle connections are uvicorn's to close.
 """
@@ -145,6 +145,10 @@ class Connection:
         self._flush()
         self._transport.close()
 
+    def remaining_s(self) -> float:
+        """How long what its peer has shown of itself is good, apart from a token."""
+        return math.inf
+
     def prove(self, caller: object, counts: object) -> None:
         """A good token has come, other than the last."""
         self._strangers.pop(self, None)
@@ -179,13 +183,13 @@ class TlsConnection(Connection):
         transport: asyncio.Transport,
         strangers: dict[Connection, None],
         active: set[Connection],
-        context: ssl.SSLContext,
+        files: TlsFiles,
     ) -> None:
         super().__init__(transport, strangers, active)
         self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._context = context
-        self._tls = context.wrap_bio(self._received, self._to_send, server_side=True)
-        self._good_until_s: float | None = None
+        self._files, self._context = files, files.context()
+        self._tls = self._context.wrap_bio(self._received, self._to_send, server_side=True)
+        self._good_until_s = math.nan
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:  # noqa: ANN401 - asyncio's
         """Give what any transport gives; by the context uvicorn knows that this is https."""
@@ -201,7 +205,7 @@ class TlsConnection(Connection):
         self._received.write(data)
         parts = []
         try:
-            if self._good_until_s is None:
+            if math.isnan(self._good_until_s):
                 self._tls.do_handshake()
                 certificate = self._tls.getpeercert() or {}
                 self.certified = bool(certificate)
@@ -218,7 +222,13 @@ class TlsConnection(Connection):
 
     def ages(self, context: ssl.SSLContext | None, now_s: float) -> None:
         """Look whether certificates have changed since the handshake, or have expired."""
-        self.ends = self._context is not context or (self._good_until_s or math.inf) <= now_s
+        self.ends = self._context is not context or self._good_until_s <= now_s
+
+    def remaining_s(self) -> float:
+        """How long its certificates are good."""
+        if self._files.context() is not self._context:
+            return 0.0
+        return max(0.0, self._good_until_s - time.time())
 
     def close(self) -> None:
         """Say that this is all, and close."""
@@ -311,7 +321,7 @@ class ConnectionLimits:
     def _connection(self, transport: asyncio.Transport) -> Connection:
         if self._tls is None:
             return Connection(transport, self._strangers, self._active)
-        return TlsConnection(transport, self._strangers, self._active, self._tls.context())
+        return TlsConnection(transport, self._strangers, self._active, self._tls)
 
     def _decrypted(self, connection: Connection, data: bytes) -> bytes:
         assert isinstance(connection, TlsConnection), connection

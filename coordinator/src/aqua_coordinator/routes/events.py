@@ -10,10 +10,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated, Final
 
-from fastapi import APIRouter, Header
+from fastapi import APIRouter, Header, Request
 from fastapi.responses import StreamingResponse
 
 from aqua_coordinator.access.auth import Caller
+from aqua_coordinator.http.connections import Connection
 from aqua_coordinator.services import CallerDep, Services, ServicesDep
 from aqua_protocol import AquaError
 
@@ -24,7 +25,7 @@ KEEP_ALIVE_S: Final = 15.0
 RETRY_MS: Final = 1000
 """After which a client connects again, chosen by hand; doubled, a client sees changes a second
 later after a restart."""
-EVENT_ID_PATTERN: Final = r"^\d{1,15}-\d{1,15}$"
+EVENT_ID_PATTERN: Final = r"^[0-9]{1,15}-[0-9]{1,15}$"
 
 
 class EventStream(StreamingResponse):
@@ -37,6 +38,7 @@ class EventStream(StreamingResponse):
 async def stream_events(
     caller: CallerDep,
     services: ServicesDep,
+    request: Request,
     last_event_id: Annotated[
         str | None,
         Header(
@@ -44,20 +46,23 @@ async def stream_events(
         ),
     ] = None,
 ) -> EventStream:
-    """Changes of the books as they happen, for as long as the caller's token is good.
+    """Changes of the books as they happen, while the caller's token and certificate are good.
 
     A token of a tenant sees offers change, and what happens to its own members and their leases.
     """
     position = last_event_id or await services.ledger.last_event_id()
-    return EventStream(_stream(services, caller, position), headers={"Cache-Control": "no-store"})
+    events = _stream(services, caller, request.state.connection, position)
+    return EventStream(events, headers={"Cache-Control": "no-store"})
 
 
-async def _stream(services: Services, caller: Caller, position: str) -> AsyncIterator[str]:
+async def _stream(
+    services: Services, caller: Caller, connection: Connection, position: str
+) -> AsyncIterator[str]:
     services.event_watcher.listeners += 1
     try:
         yield f"retry: {RETRY_MS}\n\n"
         while not services.event_watcher.closed:
-            left_s = services.authenticator.remaining_s(caller)
+            left_s = min(services.authenticator.remaining_s(caller), connection.remaining_s())
             if not left_s:
                 break
             change = services.event_watcher.next_change()
