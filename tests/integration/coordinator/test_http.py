@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from aqua_coordinator.app import Service
 from aqua_coordinator.embedded import EmbeddedValkey
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_protocol.capability import verify
+from aqua_protocol.errors import StoreUnavailableError
 from aqua_protocol.members import HeartbeatAck
 from harness.asgi import allocate, as_json, client_of, error_of, hear, join
 from harness.bounds import stopwatch
@@ -123,6 +125,20 @@ async def test_a_heartbeat_carries_many_members_and_a_bad_one_spoils_no_other(
     assert len(ack.consumers) == 1
 
 
+async def test_a_heartbeat_without_a_store_fails_as_a_whole(
+    http: httpx.AsyncClient, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = AsyncMock(side_effect=StoreUnavailableError("absent"))
+    for step in ("report_producer", "report_consumer"):
+        monkeypatch.setattr(service.services.ledger, step, absent)
+    body = {
+        "producers": [as_json(PaperProducer().report())],
+        "consumers": [as_json(PaperConsumer().report())],
+    }
+    assert error_of(await http.post("/v1/heartbeats", json=body)).code == "store_unavailable"
+    assert absent.await_count == 2
+
+
 def sample(text: str, name: str, labels: dict[str, str]) -> float | None:
     """A value of the exposition, or None."""
     for family in text_string_to_metric_families(text):
@@ -163,6 +179,23 @@ async def test_metrics_show_the_books_and_the_requests(http: httpx.AsyncClient) 
     assert sample(text, f"{scripts}_count", {"command": "grant_lease"}) == 1
     assert sample(text, f"{scripts}_bucket", {"command": "grant_lease", "le": "+Inf"}) == 1
     assert grant.lease.lease_id not in text
+
+
+async def test_a_mistake_of_ours_is_answered_and_counted_on_both_ways(
+    http: httpx.AsyncClient, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistaken = AsyncMock(side_effect=AssertionError("a mistake"))
+    for step in ("reclaims", "report_producer"):
+        monkeypatch.setattr(service.services.ledger, step, mistaken)
+    answers = [
+        await http.get("/v1/reclaims"),
+        await http.put("/v1/producers/producer", json=as_json(PaperProducer().report())),
+    ]
+    assert [error_of(answer).code for answer in answers] == ["aqua_error"] * 2
+    text = (await http.get("/metrics")).text
+    for route, method in (("/v1/reclaims", "GET"), ("/v1/producers/{producer_id}", "PUT")):
+        labels = {"route": route, "method": method, "code": "500"}
+        assert sample(text, "aqua_coordinator_requests_total", labels) == 1
 
 
 @pytest.mark.parametrize(("host", "needs"), [("127.0.0.1", True), ("10.0.0.5", None)])

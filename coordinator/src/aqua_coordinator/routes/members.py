@@ -176,9 +176,8 @@ async def heartbeat(body: Heartbeat, caller: CallerDep, services: ServicesDep) -
     services.rates.take(caller, RateKind.REPORTS, count)
     lending = [_ack_or_error(_book_producer(one, caller, services)) for one in body.producers]
     paging = [_ack_or_error(_book_consumer(one, caller, services)) for one in body.consumers]
-    answer = HeartbeatAck(
-        producers=await asyncio.gather(*lending), consumers=await asyncio.gather(*paging)
-    )
+    acks = await asyncio.gather(asyncio.gather(*lending), asyncio.gather(*paging))
+    answer = HeartbeatAck(producers=acks[0], consumers=acks[1])
     note(
         producers=_outcomes((report.producer_id for report in body.producers), answer.producers),
         consumers=_outcomes((report.consumer_id for report in body.consumers), answer.consumers),
