@@ -20,7 +20,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from aqua_client.tracing import open_tracer
 from aqua_coordinator import __version__, routes
@@ -227,6 +229,12 @@ class Service:
 
 class _Api(FastAPI):
     """FastAPI, with a document that asks for tokens only where they are asked for."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """Without its outermost layer: our mistakes are answered and counted by `RequestLimits`."""
+        outermost = super().build_middleware_stack()
+        assert isinstance(outermost, ServerErrorMiddleware), outermost
+        return outermost.app
 
     def openapi(self) -> dict[str, Any]:
         """The document; made once."""

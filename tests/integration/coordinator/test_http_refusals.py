@@ -14,7 +14,7 @@ from aqua_coordinator.access.tokens import Role, create_token
 from aqua_coordinator.app import Service
 from aqua_coordinator.embedded import EmbeddedValkey
 from aqua_coordinator.http.hot_routes import LARGE_BODY_BYTES, MAX_MEMBERS
-from aqua_coordinator.http.request_limits import SMALL_BODY_BYTES
+from aqua_coordinator.http.request_limits import REPORT_BODY_BYTES, SMALL_BODY_BYTES
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_protocol import PROTOCOL_VERSION
 from aqua_protocol.members import MAX_RECLAIMS_PER_REPORT, ReclaimReport
@@ -28,6 +28,9 @@ from harness.members_on_paper import SLAB, PaperProducer
     [
         ("GET", "/nowhere", "unknown_resource"),
         ("GET", "/v1/leases/", "unknown_resource"),
+        ("GET", "/v1/leases%0A", "unknown_resource"),
+        ("GET", "/v1/events%0A", "unknown_resource"),
+        ("GET", "/v1/quarantine?cursor=%D9%A3-%D9%A3", "request_invalid"),
         ("GET", "/v1/leases/unknown", "unknown_resource"),
         ("GET", "/v1/reclaims/unknown", "unknown_resource"),
         ("PATCH", "/v1/leases", "method_not_allowed"),
@@ -132,6 +135,15 @@ async def test_a_large_body_that_fits_is_taken(http: httpx.AsyncClient) -> None:
     assert len(body) >= LARGE_BODY_BYTES
     answer = await http.put("/v1/producers/producer", json=report)
     assert [notice["reason"] for notice in answer.json()["ended"]] == ["unproven"] * 1024
+
+
+async def test_zeros_in_front_of_a_length_are_none_of_it(http: httpx.AsyncClient) -> None:
+    length = {"Content-Type": "application/json", "Content-Length": f"{'0' * 5000}2"}
+    answer = await http.put("/v1/producers/producer", content=b"{}", headers=length)
+    assert error_of(answer).code == "request_invalid"
+    length["Content-Length"] = f"{'0' * 5000}{REPORT_BODY_BYTES + 1}"
+    answer = await http.put("/v1/producers/producer", content=b"{}", headers=length)
+    assert error_of(answer).code == "request_too_large"
 
 
 @pytest.mark.parametrize("path", ["producers/producer", "heartbeats"])

@@ -26,9 +26,11 @@ from __future__ import annotations
 import math
 import resource
 import time
+from http import HTTPStatus
 from typing import Any, Final, TypeAlias
 from weakref import WeakValueDictionary
 
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aqua_client.tracing import HEADER
@@ -208,6 +210,7 @@ class RequestLimits:
         connection.owing_since_s, connection.ahead_bytes = time.perf_counter(), 0
         self._hosts.require(headers.get(b"host"))
         self._require_certificate(connection, path)
+        _require_one_name(path)
         body = b""
         whole: tuple[_Count, ...] = ()
         if is_api:
@@ -379,6 +382,18 @@ class _WatchedSend:
         await self._send(message)
 
 
+def _require_one_name(path: str) -> None:
+    """Refuse a line feed at the end, which the `$` of a route's pattern passes over.
+
+    It would be a second name of the route: one that limits of requests by their path do not know.
+
+    Raises:
+        HTTPException: There is one.
+    """
+    if path.endswith("\n"):
+        raise HTTPException(HTTPStatus.NOT_FOUND)
+
+
 def _body_limit(method: str, shape: Shape, caller: Caller) -> int:
     """How long the body of a request may be; 0 for one that is not read."""
     if method not in _BODY_METHODS:
@@ -394,7 +409,8 @@ def _announced(headers: dict[bytes, bytes], limit: int) -> int:
         RequestTooLargeError: It is above `limit`, or no size.
     """
     announced = headers.get(b"content-length", b"0")
-    size = int(announced) if announced.isdigit() else limit + 1
+    # With any number of zeros in front it is a size, and past a limit of digits no `int`.
+    size = int(announced.lstrip(b"0") or b"0") if announced.isdigit() else limit + 1
     if size > limit:
         raise _too_large(limit)
     return limit if b"transfer-encoding" in headers else size

@@ -154,7 +154,7 @@ async def list_quarantine(
     caller: CallerDep,
     services: ServicesDep,
     cursor: Annotated[
-        str | None, Query(pattern=r"^\d{1,16}-\d{1,16}$", description="`next_cursor` before.")
+        str | None, Query(pattern=r"^[0-9]{1,16}-[0-9]{1,16}$", description="`next_cursor` before.")
     ] = None,
     limit: Limit = 100,
 ) -> QuarantinePage:
