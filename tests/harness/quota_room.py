@@ -61,6 +61,10 @@ class QuotaRoom:
             consumer = self.consumers[name] = PaperConsumer(name=name)
             self.hear(tenant, consumer)
 
+    def lend(self, tenant: str, producer: PaperProducer) -> None:
+        """A producer of a tenant reports."""
+        self.run(self.ledger.report_producer(producer.report(), as_tenant=tenant))
+
     def hear(self, tenant: str, consumer: PaperConsumer) -> int:
         """A consumer's next report; gives the bytes that it could lease."""
         report = consumer.report()

@@ -12,7 +12,7 @@ from aqua_coordinator.access.quotas import MAX_COHORT, QuotasFile, read_quotas
 from aqua_coordinator.store.keys import KEYS
 from aqua_protocol import CapacityError, ConfigError, UnknownResourceError
 from aqua_protocol.errors import ForbiddenError, QuotaExceededError
-from harness.members_on_paper import SLAB
+from harness.members_on_paper import SLAB, PaperProducer
 from harness.quota_room import QuotaRoom
 
 
@@ -266,6 +266,24 @@ def test_only_a_bound_token_takes_a_member_into_its_tenant(room: QuotaRoom) -> N
     assert room.leased("a") == 2
     assert room.run(room.ledger.lease(lease.lease_id, as_tenant="a")).bytes == lease.bytes
     assert room.faults() == []
+
+
+def test_a_tenant_has_so_many_members_at_once(room: QuotaRoom) -> None:
+    files = {"tenants": {"b": quota(4)}, "others": {"nominal": 0, "members": 2}}
+    room.put_file(QuotasFile.model_validate(files))
+    for late in (room.join, lambda tenant, name: room.lend(tenant, PaperProducer(name=name))):
+        with pytest.raises(QuotaExceededError, match="2 members of 2"):
+            late("a", "a-2")
+    room.join("b", "b-1", "b-2")
+    room.join("", "free-1")
+    room.hear("a", room.consumers["a-0"])
+    life = room.consumers["a-1"].incarnation
+    room.run(room.ledger.remove_consumer("a-1", life, as_tenant="a"))
+    room.lend("a", PaperProducer(name="a-2"))
+    with pytest.raises(QuotaExceededError):
+        room.join("a", "a-1")
+    room.put()
+    room.join("a", "a-1")
 
 
 def test_an_idempotency_key_is_its_tenants(room: QuotaRoom) -> None:

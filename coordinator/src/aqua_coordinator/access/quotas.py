@@ -57,6 +57,9 @@ class TenantQuota(BaseModel):
     borrowing_limit: Size | None = Field(None, description="Beyond nominal. Unset: no limit.")
     lending_limit: Size | None = Field(None, description="Of nominal, to others. Unset: all.")
     consumer_limit: Size | None = Field(None, description="On lease of each of its consumers.")
+    members: int | None = Field(
+        None, ge=0, le=MAX_CONSUMERS, description="In the books at once. Unset: no limit."
+    )
     grants_per_s: PerSecond | None = None
     reports_per_s: PerSecond | None = None
 
@@ -121,6 +124,8 @@ class QuotasFile(BaseModel):
             words = (quota.nominal, *("-" if limit is None else limit for limit in limits))
             yield name
             yield " ".join(map(str, (*words, quota.cohort or "-")))
+            yield f"#{name}"
+            yield "-" if quota.members is None else str(quota.members)
         for cohort, members in self.cohorts().items():
             facts = (f"{name} {one.guaranteed} {one.nominal}" for name, one in members.items())
             yield f"@{cohort}"

@@ -5,10 +5,10 @@
 -- ARGV[3]  is_bound: 1 if it is bound to this member
 -- Calls    member_of, why_stale, load_leases, lease_of, is_borne_out, refuse, whole, integer,
 --          tenant_in, leases_on, attribute, save, retire, emit, step, prolong, terms_of, largest,
---          pairing_of, headroom, borrowed_by_others
+--          pairing_of, headroom, borrowed_by_others, why_not_join
 -- Result   {'ok', books_id, available_bytes, ended}
 --            ended {{lease_id, epoch, reason}, ...}: leases named in the report whose right is over
--- Refuses  stale_revision, protocol_violation, forbidden
+-- Refuses  stale_revision, protocol_violation, forbidden, quota_exceeded
 --
 -- A lease that is GRANTED is not prolonged: the time for attaching runs from the grant. A lease
 -- that the books do not know may be one of lost books, whose producer has not reported yet, so it
@@ -23,6 +23,7 @@ local known = member_of(key)
 local tenant, refusal = tenant_in(known, consumer_id, ARGV[2] or '', ARGV[3])
 refusal = refusal
   or why_stale(known, consumer_id, report.incarnation, report.revision, fingerprint)
+  or why_not_join(known, consumer_id, tenant)
 if refusal then
   return refusal
 end

@@ -7,14 +7,14 @@
 -- Calls    offer_of, member_of, why_stale, refuse, tenant_in, leases_on, load_leases, lease_of,
 --          is_borne_out, drop_lease, integer, is_name, drop_reclaim, list_lease, count, step, save,
 --          retire, emit, open_lease, prolong, book, write_lease, next_epoch, close_reclaim, whole,
---          is_decimal
+--          is_decimal, why_not_join
 -- Result   {'ok', books_id, min_epoch, grantable, ended, orders, attached_us, reclaimed}
 --            ended       {{lease_id, epoch, reason}, ...}: rights that are over, still held
 --            orders      {{reclaim_id, bytes, deadline_s}, ...}: orders of operators to take up
 --            attached_us {us, ...}: time from grant to attachment, for leases attached now
 --            reclaimed   {{outcome, total_ms or '', first_slab_ms or ''}, ...}: reclaims closed now
 --          {'ok', asked}: nothing is written yet; leases whose proofs have to be checked before
--- Refuses  stale_revision, stale_epoch, protocol_violation, forbidden
+-- Refuses  stale_revision, stale_epoch, protocol_violation, forbidden, quota_exceeded
 --
 -- The books follow the report. A lease that is GRANTED and not mentioned stays: the report may be
 -- older than the grant. Any other lease that is not mentioned is back. A lease that the books hold
@@ -39,6 +39,7 @@ local known = member_of(key)
 local tenant, refusal = tenant_in(known, producer_id, ARGV[3] or '', ARGV[4])
 refusal = refusal
   or why_stale(known, producer_id, report.incarnation, report.revision, fingerprint)
+  or why_not_join(known, producer_id, tenant)
 if refusal then
   return refusal
 end

@@ -8,7 +8,7 @@
 -- `put_quotas` writes, in one hash: for a tenant, or '*' for those not named, five words: nominal,
 -- borrowing, guaranteed, consumer limit (bytes; '-' for no limit) and cohort ('-' for none); for
 -- '@cohort' its bytes to lend, '|', and name, guaranteed and nominal of each member; for
--- '/consumer' a limit of its own.
+-- '/consumer' a limit of its own; for '#tenant' how many members it may have ('-' for no limit).
 
 local function quota_in(text)
   local nominal, borrowing, guaranteed, each, cohort =
@@ -109,6 +109,22 @@ local function borrowed_by_others(room, bytes)
     end
   end
   return borrowed
+end
+
+-- The refusal of a new member, whose tenant has as many in the books as it may; or nil.
+local function why_not_join(known, name, tenant)
+  if tenant == '' or known.incarnation or not has_quotas then
+    return nil
+  end
+  local field = redis.call('HMGET', KEY.quotas, '#' .. tenant, '#*')
+  local limit = whole(field[1] or field[2])
+  local count = limit and redis.call('ZCARD', KEY.producers_of .. tenant)
+    + redis.call('ZCARD', KEY.consumers_of .. tenant)
+  if limit and count >= limit then
+    return refuse('quota_exceeded', table.concat({'tenant', tenant, 'has', integer(count),
+      'members of', integer(limit)}, ' '), 'quota', 'members', 'of', tenant, 'member', name)
+  end
+  return nil
 end
 
 local function over_quota(room, bytes)
