@@ -12,11 +12,11 @@ prompts, nearly full.
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 import yaml
@@ -36,6 +36,9 @@ PLANTED: Final = StepCoefficients(
     step_s=0.031, token_s=0.00021, context_s=3.1e-7, pair_s=6e-9, front_s=0.012, is_fitted=True
 )
 """Unlike the data sheet: about three times as slow."""
+
+EPSILON_S: Final = 1e-9
+"""Less than any step, more than what sums of steps are off by."""
 
 CHAT_ENGINES: Final = 3
 CHAT_TOKENS: Final = 200_000
@@ -108,7 +111,8 @@ class PlantedDay:
     Attributes:
         served: By model, as its users saw it.
         busy_s: Of all engines of a model.
-        steps: Of all engines of a model: when each was planned, and its tokens.
+        steps: Of all engines of a model: when each ended, and its tokens.
+        gaps: Of all tokens but the first of requests: when each came, and how long after the last.
         times: What was planted; of `chat`, where `docs_times` are others.
         cluster: The deployment list.
     """
@@ -118,6 +122,7 @@ class PlantedDay:
     served: dict[str, list[Served]]
     busy_s: dict[str, float]
     steps: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
+    gaps: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     docs_times: StepCoefficients | None = None
     cluster: str = CLUSTER
 
@@ -253,7 +258,7 @@ def _served(
     docs_times: StepCoefficients | None = None,
     cluster: str = CLUSTER,
 ) -> PlantedDay:
-    day = PlantedDay(times, span_s, {}, {}, {}, docs_times, cluster)
+    day = PlantedDay(times, span_s, {}, {}, docs_times=docs_times, cluster=cluster)
     for name, shape in _shapes(cluster).items():
         settings = EngineSettings(kv_bytes_per_token=shape.model.kv_bytes_per_token)
         engines = [
@@ -265,10 +270,15 @@ def _served(
             )
             for index in range(shape.deployed.replicas)
         ]
-        day.steps[name] = []
-        for engine in engines:
-            engine.time_of = _logged(engine, day.steps[name])
+        logs = [_LoggedTimes.of(engine) for engine in engines]
         day.served[name] = serve_routed(engines, loads[name])
+        day.steps[name] = [step for log in logs for step in log.steps]
+        day.gaps[name] = [
+            gap
+            for log in logs
+            for row in log.engine.finished
+            for gap in _gaps(row, np.array([end_s for end_s, _ in log.steps]))
+        ]
         day.busy_s[name] = sum(each.busy_s for each in engines)
     return day
 
@@ -278,15 +288,38 @@ def _shapes(cluster: str) -> dict[str, EngineShape]:
     return cluster_of(listed, "planted")[0].engines
 
 
-def _logged(engine: Engine, log: list[tuple[float, int]]) -> IterationTime:
-    """The engine's step times, which note each step."""
-    planned = engine.time_of
+@dataclass(frozen=True)
+class _LoggedTimes(IterationTime):
+    """An engine's step times, which note when each step ends, and its tokens."""
 
-    def linear(tokens: int) -> float:
-        log.append((engine.now_s, tokens))
-        return planned.linear(tokens)
+    engine: Engine = field(kw_only=True)
+    steps: list[tuple[float, int]] = field(default_factory=list)
 
-    return replace(planned, linear=linear)
+    @classmethod
+    def of(cls, engine: Engine) -> Self:
+        """Have an engine go by its step times and note them."""
+        known = engine.time_of
+        parts = (known.name, known.linear, known.attention, known.head, known.overhead_s)
+        engine.time_of = logged = cls(*parts, engine=engine)
+        return logged
+
+    def __call__(self, batch: ScheduledBatch) -> float:
+        spent_s = super().__call__(batch)
+        # It is planned while the step before is under way.
+        begin_s = max(self.engine.now_s, self.steps[-1][0] if self.steps else 0.0)
+        self.steps.append((begin_s + spent_s, batch.tokens))
+        return spent_s
+
+
+def _gaps(row: Served, ends_s: np.ndarray) -> Iterator[tuple[float, float]]:
+    """When the tokens of a request came after its first, and how long after the one before."""
+    first, last = np.searchsorted(
+        ends_s, [row.first_token_s - EPSILON_S, row.last_token_s + EPSILON_S]
+    )
+    came_s = ends_s[first:last]
+    if len(came_s) != row.output_tokens:  # It was preempted in between: evenly, then.
+        came_s = np.linspace(row.first_token_s, row.last_token_s, row.output_tokens)
+    return zip(came_s[1:].tolist(), np.diff(came_s).tolist(), strict=True)
 
 
 def write_day(folder: Path, day: PlantedDay) -> tuple[Path, Path]:
@@ -341,13 +374,7 @@ def _samples(day: PlantedDay, name: str, metric: str) -> tuple[list[float], list
         case "vllm:iteration_tokens_total":
             steps = day.steps[name]
             return [at_s for at_s, _ in steps], [float(tokens) for _, tokens in steps]
-    times = [
-        row.first_token_s + row.tpot_s * (token + 1)
-        for row in many
-        for token in range(row.output_tokens - 1)
-    ]
-    gaps = [row.tpot_s for row in many for _ in range(row.output_tokens - 1)]
-    return times, gaps
+    return [at_s for at_s, _ in day.gaps[name]], [gap_s for _, gap_s in day.gaps[name]]
 
 
 def openmetrics(

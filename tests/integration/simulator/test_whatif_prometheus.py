@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import httpx
 import numpy as np
@@ -202,9 +202,8 @@ def test_gaps_and_resets_are_named(day: PlantedDay, cluster: Cluster, tmp_path: 
 def test_a_model_without_requests_is_idle_and_two_of_one_name_are_refused(
     day: PlantedDay, cluster: Cluster, tmp_path: Path
 ) -> None:
-    quiet = replace(
-        day, served={"chat": [], "docs": day.served["docs"]}, steps=day.steps | {"chat": []}
-    )
+    none: dict[str, list[Any]] = {"chat": []}
+    quiet = replace(day, served=day.served | none, steps=day.steps | none, gaps=day.gaps | none)
     twins = {
         name: replace(shape, deployed=shape.deployed.model_copy(update={"metrics_name": "docs"}))
         for name, shape in cluster.engines.items()
