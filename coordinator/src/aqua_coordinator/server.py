@@ -22,12 +22,14 @@ from typing import Any, Final
 import structlog
 import uvicorn
 import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from aqua_cli.http_limits import HttpLimits
 from aqua_cli.service import address_of, listen
 from aqua_coordinator import __version__
 from aqua_coordinator.app import Service
 from aqua_coordinator.embedded import EmbeddedValkey
-from aqua_coordinator.http.connections import ConnectionLimits, Protocol
+from aqua_coordinator.http.connections import ConnectionLimits
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store.adoption import AdoptionKeys
 from aqua_protocol import ConfigError
@@ -71,6 +73,10 @@ SERVER_OPTIONS: Final[dict[str, Any]] = {
 """For uvicorn; benchmarks give the same to what they compare with."""
 
 
+class _HttpProtocol(HttpLimits, HttpToolsProtocol):
+    """Speak HTTP as uvicorn does, within limits."""
+
+
 class Server(uvicorn.Server):
     """uvicorn as a part of a larger life.
 
@@ -86,7 +92,7 @@ class Server(uvicorn.Server):
         services = service.services
         settings, tls = services.settings, services.settings.tls_files()
         limits = ConnectionLimits(settings.transfer_timeout_s, services.metrics, tls)
-        make = partial(limits.protocol, Protocol)
+        make = partial(limits.protocol, _HttpProtocol)
         config.http_protocol_class = make  # type: ignore[assignment] # called, never subclassed
         super().__init__(config)
         self._reaper = SupervisedTask(limits.close_late_ones, "connection-reaper")

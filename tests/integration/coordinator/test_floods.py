@@ -18,8 +18,8 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
+from aqua_cli.http_limits import MAX_CHUNKS, MAX_FIELDS, MAX_PIPELINED
 from aqua_coordinator.access.tokens import Role, create_token, revoke_token
-from aqua_coordinator.http.connections import MAX_CHUNKS, MAX_FIELDS, MAX_PIPELINED
 from aqua_coordinator.http.token_queue import IN_WORK_BYTES
 from aqua_protocol import LeaseState
 from aqua_protocol.leases import LeaseGrant, LeaseView

@@ -17,9 +17,11 @@ from typing import Final
 import structlog
 import uvicorn
 import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from aqua_batch.service.app import BatchService
 from aqua_batch.service.settings import BatchSettings
+from aqua_cli.http_limits import HttpLimits
 from aqua_cli.service import address_of, listen
 
 log = structlog.get_logger(__name__)
@@ -32,6 +34,10 @@ GRACE_S: Final = 5
 Doubled, a supervisor waits longer for one that hangs."""
 
 
+class _HttpProtocol(HttpLimits, HttpToolsProtocol):
+    """Speak HTTP as uvicorn does, within limits."""
+
+
 class BatchServer(uvicorn.Server):
     """uvicorn as a part of a larger life: signals end the serving, and nothing else."""
 
@@ -40,7 +46,7 @@ class BatchServer(uvicorn.Server):
             uvicorn.Config(
                 service.asgi,
                 loop="uvloop",
-                http="httptools",
+                http=_HttpProtocol,
                 ws="none",
                 lifespan="off",
                 access_log=False,

@@ -29,7 +29,6 @@ from itertools import islice
 from typing import Any, Final
 
 import structlog
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from aqua_client.tls import TlsFiles
 from aqua_coordinator.metrics import Metrics
@@ -46,49 +45,11 @@ a second longer."""
 MAX_AHEAD_BYTES: Final = 1 << 20
 """What may arrive before a head is complete, or of a body that is not read: four times what the
 loop reads at once. Doubled, strangers can make the coordinator hold 1 GiB instead of half."""
-MAX_FIELDS: Final = 100
-"""Of a head, and of what trails a body: ours have eight, and proxies add a dozen. Without it one
-connection of a stranger keeps the loop busy for good: a megabyte of fields takes 0.2 s. Doubled, a
-packet takes half a millisecond."""
-MAX_PIPELINED: Final = 64
-"""Requests that wait for the answers before theirs, chosen by hand: our clients send none ahead.
-Doubled, a packet of requests takes 20 ms instead of 10."""
-MAX_CHUNKS: Final = 4096
-"""Of a body: the longest report in chunks of 1 KiB. Without it a token whose chunks have one byte
-each keeps the loop busy for good. Doubled, a packet of those takes 35 ms instead of 17."""
 RECORD_BYTES: Final = 16 << 10
 """Fixed by TLS: the most that one record holds."""
 TICKS_PER_ROUND: Final = 10
 """Looks until every active connection has had one: 10,000 at once would hold the loop up for 20 ms.
 Doubled, what is late is closed a second later."""
-
-
-class Protocol(HttpToolsProtocol):
-    """uvicorn's, which ends a connection that makes much work of few bytes.
-
-    What is raised here the parser takes for a request that is none.
-    """
-
-    _chunks = 0
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Called by the parser for each field of a head, and of what trails a body."""
-        if len(self.headers) >= MAX_FIELDS:
-            raise ValueError(MAX_FIELDS)
-        super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        """Called by the parser at the end of a head."""
-        if len(self.pipeline) >= MAX_PIPELINED:
-            raise ValueError(MAX_PIPELINED)
-        self._chunks = 0
-        super().on_headers_complete()
-
-    def on_chunk_header(self) -> None:
-        """Called by the parser for each chunk of a body."""
-        self._chunks += 1
-        if self._chunks > MAX_CHUNKS:
-            raise ValueError(MAX_CHUNKS)
 
 
 class Connection:

@@ -20,7 +20,8 @@ from aqua_batch.service.files.objects import PIECE_BYTES
 from aqua_batch.service.refusals import BatchApiError, UploadTooLargeError
 
 MOST_FIELDS: Final = 16
-"""Fields of a form; OpenAI's has four. Doubled, a form of garbage takes 64 KiB more."""
+"""Fields of a form, its file with them; OpenAI's has five. Doubled, a form of garbage takes 64 KiB
+more."""
 LONGEST_FIELD_BYTES: Final = 4096
 """Bytes of a field; OpenAI's longest is a word. Doubled, as above."""
 FRAME_BYTES: Final = MOST_FIELDS * (LONGEST_FIELD_BYTES + 4096)
@@ -61,11 +62,12 @@ class UploadForm:
         self._is_file = False
         self._field = bytearray()
         self._is_whole = False
+        self._field_count = 0
         try:
             self._parser = MultipartParser(
                 options[b"boundary"],
                 {
-                    "on_part_begin": self._headers.clear,
+                    "on_part_begin": self._on_part_begin,
                     "on_header_field": self._on_header,
                     "on_header_value": self._on_value,
                     "on_header_end": self._on_header_end,
@@ -113,6 +115,13 @@ class UploadForm:
             remedy="Split it into several batches.",
         )
 
+    def _on_part_begin(self) -> None:
+        # Those without a name, or all of one, count as well: each is work.
+        self._field_count += 1
+        if self._field_count > MOST_FIELDS:
+            raise BatchApiError(f"the form has more than {MOST_FIELDS} fields")
+        self._headers.clear()
+
     def _on_header(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]
 
@@ -133,8 +142,6 @@ class UploadForm:
             if self.filename is not None:
                 raise BatchApiError("the form has two files", param="file")
             self.filename = (filename or b"").decode(errors="replace")
-        elif len(self.fields) >= MOST_FIELDS:
-            raise BatchApiError(f"the form has more than {MOST_FIELDS} fields")
         self._name = name
         self._field.clear()
 
