@@ -109,6 +109,29 @@ def test_a_file_without_a_good_line_fails_its_batch(client: openai.OpenAI) -> No
         assert ended.output_file_id is None
 
 
+@pytest.mark.parametrize(
+    ("bad", "code"),
+    [
+        (b'\xef\xbb\xbf{"custom_id":"marked"}\n', "invalid_method"),
+        (chat_line("nan", "x").replace(b'"m"', b'"m","top_p":NaN'), "invalid_json_line"),
+        (chat_line("huge", "x").replace(b'"m"', b'"m","top_p":1e999'), "invalid_request"),
+        (chat_line("nul", "x", model="\0"), "invalid_request"),
+        (chat_line("long", "x", model="m" * 5000), "invalid_request"),
+    ],
+)
+def test_a_line_that_nobody_can_run_is_named_and_the_rest_runs(
+    client: openai.OpenAI, bad: bytes, code: str
+) -> None:
+    """The first is read with its byte order mark; of the others, engines or PostgreSQL trip."""
+    rest = [chat_line("fine", "Infinity"), chat_line("large", "1e999 NaN")]
+    ended = wait_until(client, submit(client, [bad, *rest]).id)
+    assert ended.status == "completed"
+    (error,) = records(client, ended.error_file_id)
+    assert (error["error"]["line"], error["error"]["code"]) == (1, code)
+    answers = records(client, ended.output_file_id)
+    assert [each["custom_id"] for each in answers] == ["fine", "large"]
+
+
 def test_files_are_listed_read_and_deleted(client: openai.OpenAI) -> None:
     content = chat_line("a", "b")
     files = [

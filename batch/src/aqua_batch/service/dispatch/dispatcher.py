@@ -26,6 +26,7 @@ from typing import Any, Final
 import structlog
 from pydantic_core import from_json, to_json
 
+from aqua_batch.records import UTF8_MARK
 from aqua_batch.service.dispatch.engines import (
     EngineAbsentError,
     EngineAnswer,
@@ -287,7 +288,7 @@ class Dispatcher:
 
     def _read(self, key: str, requests: Sequence[LeasedRequest]) -> list[ReadyRequest]:
         lines = self._objects.ranges(key, [(each.start, each.size) for each in requests])
-        bodies = [from_json(line.removeprefix(b"\xef\xbb\xbf"))["body"] for line in lines]
+        bodies = [from_json(line.removeprefix(UTF8_MARK))["body"] for line in lines]
         return [
             ReadyRequest(request, to_json(body), str(body["model"]))
             for request, body in zip(requests, bodies, strict=True)
@@ -321,7 +322,7 @@ class Dispatcher:
         except EngineFailedError as error:
             self._fail(request, error.message)
         else:
-            record = to_json(_record_of(request, answer))
+            record = to_json(_record_of(request, answer), inf_nan_mode="null")
             self._recorder.put(RequestOutcome(request, answer.is_answer, record))
             self._metrics.answered(answer.status)
 

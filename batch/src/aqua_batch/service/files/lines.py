@@ -14,17 +14,18 @@ Source: OpenAI Batch API, "Preparing your batch file".
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import from_json, to_json
 from sqlalchemy import Connection, insert
 
 from aqua_batch.bodies import problem_of
-from aqua_batch.records import CODES, Rejection, RejectionCode, numbered_lines
+from aqua_batch.records import CODES, UTF8_MARK, Rejection, RejectionCode, numbered_lines
 from aqua_batch.service.files.objects import ObjectStore
 from aqua_batch.service.rows.batch_rows import BatchJob, begin_batch, fail_batch, holds
 from aqua_batch.service.rows.database import Database
@@ -40,7 +41,13 @@ TOLD_FAULTS: Final = 100
 """Faults that a batch itself names; all are in its error file. Doubled, each look at such a batch
 takes 15 KiB more."""
 
+LONGEST_MODEL: Final = 4096
+"""Characters of a model's name, which may be a path. Doubled, each look at running batches reads
+another 4 KiB for each of them."""
+
+# PostgreSQL keeps no NUL in a text.
 CustomId = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]+$")]
+ModelName = Annotated[str, Field(min_length=1, max_length=LONGEST_MODEL, pattern=r"^[^\x00]+$")]
 
 
 class _Body(BaseModel):
@@ -48,7 +55,7 @@ class _Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    model: Annotated[str, Field(min_length=1)]
+    model: ModelName
     stream: Literal[False] | None = None
 
 
@@ -59,6 +66,14 @@ class _Line(BaseModel):
     method: Literal["POST"]
     url: str
     body: _Body
+
+    @field_validator("body", mode="before")
+    @classmethod
+    def _is_finite(cls, body: object) -> object:
+        # JSON has 1e999, but not what it is read as; the second look is for texts that say so.
+        if b"Infinity" in to_json(body):
+            json.dumps(body, allow_nan=False)
+        return body
 
 
 @dataclass(slots=True)
@@ -190,11 +205,15 @@ class InputReader:
         if raw is None:
             return Rejection(line, RejectionCode.INVALID_REQUEST, "the line is too long")
         try:
-            request = _Line.model_validate_json(
-                raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw
-            )
+            # JSON knows neither NaN nor Infinity, and some engines refuse what has them as a whole.
+            text = raw.removeprefix(UTF8_MARK) if line == 1 else raw
+            sent = from_json(text, allow_inf_nan=False)
+        except ValueError as error:
+            return Rejection(line, RejectionCode.INVALID_JSON, f"Invalid JSON: {error}")
+        try:
+            request = _Line.model_validate(sent)
         except ValidationError as error:
-            return _rejection(error, raw, line)
+            return _rejection(error, sent, line)
         name = request.custom_id
         if request.url != self._batch.endpoint:
             message = f"url must be that of the batch, {self._batch.endpoint}"
@@ -208,11 +227,10 @@ class InputReader:
         return name
 
 
-def _rejection(error: ValidationError, raw: bytes, line: int) -> Rejection:
+def _rejection(error: ValidationError, sent: Any, line: int) -> Rejection:  # noqa: ANN401 - JSON
+    if not isinstance(sent, dict):
+        return Rejection(line, RejectionCode.INVALID_JSON, "Input should be an object")
     message, param = problem_of(error)
-    if not param:
-        return Rejection(line, RejectionCode.INVALID_JSON, message.removeprefix(": "))
-    sent = from_json(raw)
-    name = sent.get("custom_id") if isinstance(sent, dict) else None
+    name = sent.get("custom_id")
     told = name[:512].replace("\0", "") if isinstance(name, str) else None
     return Rejection(line, CODES.get(param, RejectionCode.INVALID_REQUEST), message, told, param)
