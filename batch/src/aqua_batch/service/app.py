@@ -15,7 +15,7 @@ from importlib.metadata import version
 from typing import Any, Final, Self
 
 import structlog
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -157,6 +157,7 @@ def _api(services: BatchServices) -> FastAPI:
         version=version("aqua-batch"),
         redoc_url=None,
         redirect_slashes=False,
+        dependencies=[Depends(routes.require_plain_url)],
     )
     api.state.services = services
     for router in (

@@ -30,6 +30,7 @@ from aqua_batch.service.dispatch.engines import (
     EngineEndpoint,
     EngineFailedError,
     EnginePool,
+    header_of,
 )
 from aqua_batch.service.refusals import (
     BatchApiError,
@@ -195,7 +196,8 @@ class _Relay(StreamingResponse):
     """An engine's answer, as it comes; broken off at the engine where the caller leaves."""
 
     def __init__(self, offer: _Offer, answer: aiohttp.ClientResponse) -> None:
-        kept = {name: answer.headers[name] for name in KEPT_HEADERS if name in answer.headers}
+        told = {name: header_of(answer, name) for name in KEPT_HEADERS}
+        kept = {name: value for name, value in told.items() if value is not None}
         # An answer that ends early is all that can be told once its head is sent.
         super().__init__(answer.content.iter_any(), answer.status, kept)
         self._offer = offer
@@ -224,17 +226,17 @@ def _asked(body: bytes) -> tuple[str | None, str]:
     """The model and the tier that a body names; a model that is none is the engine's to refuse."""
     try:
         asked = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BatchApiError("the body is not JSON") from error
     if not isinstance(asked, dict):
         raise BatchApiError("the body must be an object")
     tier = asked.get("service_tier") or "auto"
-    if tier not in CLASSES:
+    if not isinstance(tier, str) or tier not in CLASSES:
         raise BatchApiError(
             f"service_tier must be one of {', '.join(CLASSES)}", param="service_tier"
         )
     model = asked.get("model")
-    return model if isinstance(model, str) else None, str(tier)
+    return model if isinstance(model, str) else None, tier
 
 
 async def _wait_for_leave(request: Request) -> None:

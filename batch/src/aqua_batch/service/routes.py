@@ -96,6 +96,17 @@ async def _services(request: Request) -> BatchServices:
 ServicesDep = Annotated[BatchServices, Depends(_services)]
 
 
+async def require_plain_url(request: Request) -> None:
+    """Refuse what PostgreSQL takes for no text, and second names of routes.
+
+    Raises:
+        BatchApiError: There is a NUL, or a line feed that the `$` of a route's pattern passes over.
+    """
+    path = request.scope["path"]
+    if path.endswith("\n") or any("\0" in each for each in (path, *request.query_params.values())):
+        raise BatchApiError("the URL has a NUL, or a line feed at its end")
+
+
 async def _tenant(
     request: Request,
     services: ServicesDep,
@@ -328,7 +339,7 @@ async def _batch_params(request: Request) -> BatchParams:
             raise UploadTooLargeError(f"the body is larger than {LONGEST_BODY_BYTES} bytes")
     try:
         sent = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BatchApiError("the body is not JSON") from error
     return batch_params(sent)
 

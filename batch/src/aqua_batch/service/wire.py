@@ -62,7 +62,9 @@ class BatchParams(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    input_file_id: str = Field(max_length=64, description="A file of purpose `batch`.")
+    input_file_id: str = Field(
+        max_length=64, pattern=r"^[^\x00]*$", description="A file of purpose `batch`."
+    )
     endpoint: str = Field(max_length=64, description="The URL of all its requests.")
     completion_window: Annotated[
         str, Field(max_length=16, description="As in 24h."), AfterValidator(_window)

@@ -13,13 +13,12 @@ to show that it is back; that costs no request an attempt. Closing the connectio
 is cancelled: vLLM aborts it, and its memory is free at the next step.
 
 An answer is final (2xx, or a refusal that repetition would not change), or the request is to run
-again: the engine was overloaded, failed, or broke off.
+again: the engine was overloaded, failed, broke off, or is elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +68,8 @@ CLASS_HEADER: Final = "x-aqua-class"
 OK: Final = 200
 """Fixed by HTTP."""
 OVERLOADED: Final = frozenset({429, 503})
-AGAIN: Final = frozenset({408, 409, 425, 500, 502, 504})
+AGAIN: Final = frozenset({*range(300, 400), 408, 409, 425, *range(500, 600)}) - OVERLOADED
+"""Redirects, too: to follow one would send prompts where no operator has listed an engine."""
 
 
 class EngineAbsentError(AquaError):
@@ -298,7 +298,7 @@ class EnginePool:
         async with asyncio.timeout(LOOK_S):
             status, content = await self.read(engine, "/v1/models", LONGEST_MODELS_BYTES)
         try:
-            found = json.loads(content)["data"] if status == OK else []
+            found = from_json(content, allow_inf_nan=False)["data"] if status == OK else []
             return [each for each in found if isinstance(each.get("id"), str)]
         except (ValueError, KeyError, TypeError, AttributeError):
             return []  # Something else than an engine.
@@ -337,7 +337,9 @@ class EnginePool:
         """
         assert self._session is not None
         url = engine.url + path
-        async with self._session.get(url, server_hostname=engine.server_name) as response:
+        async with self._session.get(
+            url, server_hostname=engine.server_name, allow_redirects=False
+        ) as response:
             return response.status, await _read(response, most_bytes)
 
     async def open(
@@ -352,7 +354,11 @@ class EnginePool:
         assert self._session is not None
         try:
             return await self._session.post(
-                engine.url + path, data=body, headers=headers, server_hostname=engine.server_name
+                engine.url + path,
+                data=body,
+                headers=headers,
+                server_hostname=engine.server_name,
+                allow_redirects=False,
             )
         except aiohttp.ClientConnectorError as error:
             engine.rest(self._clock_s(), 0.0)
@@ -383,12 +389,12 @@ class EnginePool:
         if response.status in AGAIN:
             raise EngineFailedError(f"the engine failed: HTTP {response.status}")
         try:
-            answer = from_json(content)
+            answer = from_json(content, allow_inf_nan=False)
         except ValueError:
             raise EngineFailedError("the engine answered something that is not JSON") from None
         if engine.load is None:
             engine.limit.answered(engine.running)
-        return EngineAnswer(response.status, answer, response.headers.get("x-request-id", ""))
+        return EngineAnswer(response.status, answer, header_of(response, "x-request-id") or "")
 
     def refused(self, engine: EngineEndpoint, response: aiohttp.ClientResponse) -> None:
         """Take note that an engine has no room."""
@@ -403,6 +409,12 @@ async def _read(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
         if len(content) > most_bytes:
             raise EngineFailedError(f"an answer of more than {most_bytes >> 20} MiB")
     return bytes(content)
+
+
+def header_of(response: aiohttp.ClientResponse, name: str) -> str | None:
+    """A header as ASGI has it, where each byte is a letter: aiohttp's is no text if not UTF-8."""
+    value = response.headers.get(name)
+    return None if value is None else value.encode(errors="surrogateescape").decode("latin-1")
 
 
 def _retry_after_s(response: aiohttp.ClientResponse) -> float:
