@@ -30,7 +30,7 @@ lines have a hundred and more. Doubled, short lines do not."""
 
 
 class HttpLimits:
-    """To stand before uvicorn's `HttpToolsProtocol`; ends a connection that is much work.
+    """End a connection that is much work; stands before uvicorn's `HttpToolsProtocol`.
 
     What is raised here the parser takes for a request that is none.
     """

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Connection, update
 
+from aqua_batch.service.refusals import RateLimitError, TenantQuotaError
+from aqua_batch.service.rows.batch_rows import create_batch
 from aqua_batch.service.rows.database import Database
+from aqua_batch.service.rows.file_rows import add_file, end_upload, new_file_id
 from aqua_batch.service.rows.keys import list_keys, replace_loaded_keys
+from aqua_batch.service.rows.quotas import (
+    TenantLimits,
+    require_open_room,
+    require_room,
+    set_quota,
+)
+from aqua_batch.service.rows.schema import BATCHES
 from harness.batch_service import (
     BatchServiceProcess,
     chat_line,
@@ -61,6 +74,40 @@ def test_a_batch_is_cancelled_amid_its_run(database: str, tmp_path: Path) -> Non
         ended = wait_until(client, batch.id)
         assert ended.status == "cancelled"
         assert len(records(client, ended.error_file_id)) == 40
+
+
+@pytest.mark.parametrize("of", ["bytes", "requests"])
+async def test_two_services_do_not_both_give_a_tenant_its_last_room(database: str, of: str) -> None:
+    opened = [Database(database) for _ in range(2)]
+    tenant, counted = f"tenant-{of}", threading.Barrier(2)
+    limits = TenantLimits(tenant, stored_bytes=10, open_requests=10)
+    await opened[0].write(lambda connection: set_quota(connection, limits))
+
+    def take(connection: Connection) -> None:
+        if of == "bytes":
+            require_room(connection, tenant, 10)
+        else:
+            require_open_room(connection, tenant)
+        with contextlib.suppress(threading.BrokenBarrierError):  # As it ought to be: one waits.
+            counted.wait(0.5)
+        if of == "bytes":
+            add_file(connection, file_id := new_file_id(), tenant, file_id, 0.0)
+            times = {"created_s": 0, "expires_s": None}
+            end_upload(connection, file_id, filename="", purpose="", size_bytes=10, **times)
+        else:
+            names = ("endpoint", "completion_window", "input_file_id", "input_key")
+            times = {"created_s": 0, "expires_s": 0, "output_ttl_s": None}
+            batch = create_batch(
+                connection, tenant=tenant, labels={}, **dict.fromkeys(names, ""), **times
+            )
+            running = {"status": "in_progress", "total": 10}
+            connection.execute(update(BATCHES).where(BATCHES.c.seq == batch.seq).values(running))
+
+    taken = await asyncio.gather(*(each.write(take) for each in opened), return_exceptions=True)
+    refusal = {"bytes": TenantQuotaError, "requests": RateLimitError}[of]
+    assert {type(each) for each in taken} == {type(None), refusal}
+    for each in opened:
+        each.close()
 
 
 async def test_keys_of_a_folder_are_loaded_by_two_services_and_again(database: str) -> None:

@@ -64,6 +64,28 @@ async def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
     database.close()
 
 
+async def test_a_tenants_batch_waits_for_no_more_than_one_of_anothers(tmp_path: Path) -> None:
+    """Inputs are read and outputs written one after the other, each tenant's in its turn."""
+    database = Database(f"sqlite:///{tmp_path}/batch.db")
+    red, _ = await key_of(database, "red")
+    blue, _ = await key_of(database, "blue")
+    database.close()
+    with (
+        CountingServer() as engine,
+        BatchServiceProcess(tmp_path, [engine.url]) as service,
+    ):
+        theirs, ours = service.client(red), service.client(blue)
+        many = submit(theirs, [chat_line(f"{i}", "x") for i in range(5000)])
+        for _ in range(50):
+            theirs.batches.create(
+                input_file_id=many.input_file_id,
+                endpoint="/v1/chat/completions",
+                completion_window="24h",
+            )
+        wait_until(ours, submit(ours, [chat_line("a", "fine")]).id)
+        assert "validating" in {each.status for each in theirs.batches.list(limit=100)}
+
+
 async def test_a_tenant_that_has_its_share_is_refused_and_others_are_not(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}/batch.db")
     red, _ = await key_of(database, "red")

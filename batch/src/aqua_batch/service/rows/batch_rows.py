@@ -14,11 +14,12 @@ the same transaction, so a late answer finds that nothing waits for it.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
-from sqlalchemy import Connection, delete, func, insert, or_, select, update
+from sqlalchemy import Connection, case, delete, func, insert, or_, select, update
 
 from aqua_batch.service.refusals import BatchApiError, NoSuchObjectError
 from aqua_batch.service.rows.request_rows import RequestState, alive_workers, withdraw_requests
@@ -205,21 +206,30 @@ def _end_early(
     return bool(changed.rowcount)
 
 
-def claim_batch(connection: Connection, worker: str, now_s: float) -> BatchJob | None:
-    """Give this worker the oldest batch that no other reads or writes, if there is one.
+def claim_batch(
+    connection: Connection, worker: str, now_s: float, served: Sequence[str] = ()
+) -> BatchJob | None:
+    """Give this worker a batch that no other reads or writes, if there is one.
 
-    What it has itself counts as free: a worker that claims works on nothing, so it never learnt
-    that it had that, or could not give it back.
+    Tenants take turns, each with its oldest batch: one that has few does not wait for all of one
+    that has many. What a worker has itself counts as free: one that claims works on nothing, so it
+    never learnt that it had that, or could not give it back.
+
+    Args:
+        served: Tenants by when this worker had a batch of theirs, the longest ago first; those
+            that are not named come before them.
     """
     free = or_(
         BATCHES.c.worker.is_(None),
         BATCHES.c.worker == worker,
         BATCHES.c.worker.not_in(alive_workers(now_s)),
     )
+    turns = {tenant: turn for turn, tenant in enumerate(served, 1)}
+    turn = [case(turns, value=BATCHES.c.tenant, else_=0)] if turns else []
     query = (
         select(BATCHES.c.seq)
         .where(BATCHES.c.status.in_(TO_WORK_ON), free)
-        .order_by(BATCHES.c.seq)
+        .order_by(*turn, BATCHES.c.seq)
         .limit(1)
         .with_for_update(skip_locked=True)
     )

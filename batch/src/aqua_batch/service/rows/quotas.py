@@ -44,10 +44,17 @@ class TenantLimits:
     requests_per_minute: int | None = None
 
 
-def quota_of(connection: Connection, tenant: str) -> TenantLimits:
-    """The limits of a tenant."""
+def quota_of(connection: Connection, tenant: str, *, holds: bool = False) -> TenantLimits:
+    """The limits of a tenant.
+
+    Args:
+        holds: Whether other transactions that ask so wait for the end of this one. On PostgreSQL
+            another service would count what is there without what this one is adding; SQLite has
+            one writer anyway.
+    """
     query = select(QUOTAS).where(QUOTAS.c.tenant == tenant)
-    row = connection.execute(query).mappings().one_or_none()
+    found = connection.execute(query.with_for_update() if holds else query)
+    row = found.mappings().one_or_none()
     return TenantLimits(tenant) if row is None else TenantLimits(**row)
 
 
@@ -70,7 +77,7 @@ def require_room(connection: Connection, tenant: str, more_bytes: int) -> None:
     Raises:
         TenantQuotaError: It would have too many.
     """
-    quota = quota_of(connection, tenant).stored_bytes
+    quota = quota_of(connection, tenant, holds=True).stored_bytes
     if quota is None:
         return
     query = select(func.coalesce(func.sum(FILES.c.size_bytes), 0)).where(FILES.c.tenant == tenant)
@@ -85,7 +92,7 @@ def require_room(connection: Connection, tenant: str, more_bytes: int) -> None:
 
 def open_room(connection: Connection, tenant: str) -> int | None:
     """How many requests more the tenant's batches may have; None where there is no limit."""
-    quota = quota_of(connection, tenant).open_requests
+    quota = quota_of(connection, tenant, holds=True).open_requests
     if quota is None:
         return None
     left = func.sum(BATCHES.c.total - BATCHES.c.completed - BATCHES.c.failed)
