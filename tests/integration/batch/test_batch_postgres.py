@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import openai
 import pytest
 from sqlalchemy import Connection, update
 
@@ -108,6 +109,36 @@ async def test_two_services_do_not_both_give_a_tenant_its_last_room(database: st
     assert {type(each) for each in taken} == {type(None), refusal}
     for each in opened:
         each.close()
+
+
+async def test_the_input_of_a_batch_is_not_deleted_while_that_is_created(
+    database: str, tmp_path: Path
+) -> None:
+    """Two services are asked for both at once: one is refused, or both happen in some order."""
+    with (
+        CountingServer() as engine,
+        BatchServiceProcess(tmp_path, [engine.url], database_url=database) as first,
+        BatchServiceProcess(tmp_path, [engine.url], database_url=database) as second,
+    ):
+        creating, deleting = first.client(), second.client()
+        for _ in range(40):
+            file = creating.files.create(file=("in.jsonl", chat_line("a", "x")), purpose="batch")
+            create = partial(
+                creating.batches.create,
+                input_file_id=file.id,
+                endpoint="/v1/chat/completions",
+                completion_window="24h",
+            )
+            batch, deleted = await asyncio.gather(
+                asyncio.to_thread(create),
+                asyncio.to_thread(deleting.files.delete, file.id),
+                return_exceptions=True,
+            )
+            if isinstance(batch, openai.NotFoundError):
+                assert not isinstance(deleted, BaseException)
+            else:
+                assert not isinstance(batch, BaseException)
+                assert wait_until(creating, batch.id).status == "completed"
 
 
 async def test_keys_of_a_folder_are_loaded_by_two_services_and_again(database: str) -> None:

@@ -306,7 +306,7 @@ async def create_batch(request: Request, services: ServicesDep, tenant: Tenant) 
     now_s = int(time.time())
 
     def create(connection: Any) -> batch_rows.BatchJob:  # noqa: ANN401 - a connection
-        file = file_rows.find_file(connection, tenant, params.input_file_id, now_s)
+        file = file_rows.find_file(connection, tenant, params.input_file_id, now_s, holds=True)
         if file.purpose != "batch":
             raise BatchApiError(
                 f"{file.file_id} has purpose '{file.purpose}', not 'batch'", param="input_file_id"

@@ -142,24 +142,26 @@ def give_up(connection: Connection, file_ids: Sequence[str]) -> None:
     )
 
 
-def find_file(connection: Connection, tenant: str, file_id: str, now_s: float) -> StoredFile:
+def find_file(
+    connection: Connection, tenant: str, file_id: str, now_s: float, *, holds: bool = False
+) -> StoredFile:
     """A file of a tenant.
+
+    Args:
+        holds: Whether others that ask so wait for the end of this transaction: who deletes a file,
+            and who creates a batch of it.
 
     Raises:
         NoSuchObjectError: This tenant has none of this id, or it has expired.
     """
-    row = (
-        connection.execute(
-            select(FILES).where(
-                FILES.c.file_id == file_id,
-                FILES.c.tenant == tenant,
-                FILES.c.state == FileState.STORED,
-                or_(FILES.c.expires_s.is_(None), FILES.c.expires_s > now_s),
-            )
-        )
-        .mappings()
-        .one_or_none()
+    query = select(FILES).where(
+        FILES.c.file_id == file_id,
+        FILES.c.tenant == tenant,
+        FILES.c.state == FileState.STORED,
+        or_(FILES.c.expires_s.is_(None), FILES.c.expires_s > now_s),
     )
+    found = connection.execute(query.with_for_update() if holds else query)
+    row = found.mappings().one_or_none()
     if row is None:
         raise NoSuchObjectError(f"No such File object: {file_id}", param="id")
     return StoredFile(**row)
@@ -201,7 +203,7 @@ def doom_file(connection: Connection, tenant: str, file_id: str, now_s: float) -
         NoSuchObjectError: There is none.
         BatchApiError: A batch still reads it.
     """
-    file = find_file(connection, tenant, file_id, now_s)
+    file = find_file(connection, tenant, file_id, now_s, holds=True)
     reader = connection.execute(
         select(BATCHES.c.batch_id).where(
             BATCHES.c.input_file_id == file_id, BATCHES.c.ended_s.is_(None)
