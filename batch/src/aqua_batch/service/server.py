@@ -29,13 +29,43 @@ log = structlog.get_logger(__name__)
 BACKLOG: Final = 2048
 """Connections that the kernel keeps until they are accepted, uvicorn's default. Doubled, more of
 them wait instead of being refused."""
+HEAD_S: Final = 5
+"""Seconds for the head of a request, as many as uvicorn keeps an idle connection. Without it a
+thousand connections of a stranger that send nothing take all descriptors of a usual process.
+Doubled, they do for twice as long."""
 GRACE_S: Final = 5
 """Seconds that HTTP requests under way get at a shutdown; an upload that is cut off is repeated.
 Doubled, a supervisor waits longer for one that hangs."""
 
 
 class _HttpProtocol(HttpLimits, HttpToolsProtocol):
-    """Speak HTTP as uvicorn does, within limits."""
+    """Speak HTTP as uvicorn does, within limits; uvicorn would wait for a head for ever."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
+        super().connection_made(transport)
+        self._await_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._await_nothing()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._await_nothing()
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        self._await_nothing()
+        self._late = self.loop.call_later(HEAD_S, self.transport.abort)
+
+    def _await_nothing(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
 
 
 class BatchServer(uvicorn.Server):
