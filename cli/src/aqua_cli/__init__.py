@@ -4,7 +4,8 @@ A command is a Typer app and one line: `main(app, "aqua-place")` runs it, turns 
 into a sentence and a remedy (or one JSON object under `--json`), and ends with a code of one
 table, `ExitCode`. What a program may read goes to standard output (`print_json`), what a person
 watches to standard error (`say`, `progress`). Files appear whole or not at all (`write_text`,
-`write_json`, `write_bytes`, `replacing`), pictures look alike (`aqua_cli.figures`).
+`write_json`, `write_bytes`, `replacing`), those that people wrote are read as they were meant
+(`parse_document`), pictures look alike (`aqua_cli.figures`).
 
     app = typer.Typer(name="aqua-place", help="...", no_args_is_help=True)
 
@@ -25,6 +26,7 @@ their first use, so that `--help` answers at once.
 
 from __future__ import annotations
 
+from aqua_cli.documents import parse_document
 from aqua_cli.files import replacing, write_bytes, write_json, write_text
 from aqua_cli.output import print_json, print_table, say
 from aqua_cli.program import (
@@ -49,6 +51,7 @@ __all__ = [
     "ProgressDisplay",
     "exit_code_of",
     "main",
+    "parse_document",
     "print_json",
     "print_table",
     "progress",

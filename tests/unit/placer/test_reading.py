@@ -248,3 +248,25 @@ def test_a_size_below_the_grain_is_nothing(size: float) -> None:
     plan = place(instance, Request(), Budget(10))
     assert plan.coverage_gb == 0
     assert check_plan(instance, plan).passed
+
+
+@pytest.mark.parametrize("tp", [10**30, -(10**30)])
+def test_a_width_beyond_all_integers_names_its_group(tp: int) -> None:
+    with pytest.raises(ProblemInvalidError, match="'a'"):
+        instance_from(changed(COLUMNS, "groups.tp", [tp, 2]))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.yaml", b"models: []\nmodels: []\n", "'models' is there twice"),
+        ("a.yaml", b"[" * 5000, "nested too deeply"),
+        ("a.yaml.gz", gzip.compress(b"models: []", mtime=0)[:10] + b"\xff" * 9, "cannot read"),
+    ],
+)
+def test_a_file_that_is_broken_or_says_a_thing_twice_is_refused(
+    tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ProblemInvalidError, match=words):
+        read_problem(tmp_path / name)

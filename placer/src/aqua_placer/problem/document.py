@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gzip
-import json
+import zlib
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
+from aqua_cli import parse_document
 from aqua_placer.errors import ProblemInvalidError
 
 MAX_FILE_BYTES: Final = 1 << 30
@@ -25,7 +24,7 @@ def read_document(path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
             raw = stream.read(MAX_FILE_BYTES + 1)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ProblemInvalidError(
             f"cannot read {path}: {error}", remedy="Check the path and that the file is whole."
         ) from error
@@ -35,8 +34,8 @@ def read_document(path: Path) -> Any:  # noqa: ANN401 - whatever the file holds
         )
     is_json = ".json" in path.suffixes
     try:
-        return json.loads(raw.decode()) if is_json else yaml.safe_load(raw.decode())
-    except (ValueError, yaml.YAMLError) as error:
+        return parse_document(raw.decode(), is_json=is_json)
+    except ValueError as error:
         raise ProblemInvalidError(
             f"{path} is not {'JSON' if is_json else 'YAML'}: {error}",
             remedy="Mend the syntax at the named place.",

@@ -198,7 +198,8 @@ def _from_columns(problem: ColumnProblem, default_name: str) -> Instance:
     names = [str(name) for name in columns.name]
     servers = _servers(problem.servers)
     r_gb = np.array(columns.r_gb, dtype=np.float64)
-    tp = np.array(columns.tp, dtype=np.int64).reshape(count)
+    # Any whole number may stand there: what is far out is refused by name, below.
+    tp = np.array([min(max(each, 0), MAX_SHARDS + 1) for each in columns.tp], dtype=np.int64)
     weight = np.ones(count) if columns.weight is None else np.array(columns.weight, np.float64)
     _first(names, ~np.isfinite(r_gb), "r_gb is not a number", "Profile it again, or leave it out.")
     _first(names, np.abs(r_gb) > MAX_SIZE_GB, "r_gb is out of range", "Give GB, not bytes.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shlex
@@ -10,11 +9,11 @@ import sys
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from pydantic import ValidationError
 
-from aqua_cli import write_json, write_text
+from aqua_cli import parse_document, write_json, write_text
 from aqua_client import CoordinatorClient
 from aqua_profiler.errors import ProfileInvalidError
 from aqua_protocol.profile import ModelProfile, ProfileLabel, Provenance
@@ -30,12 +29,10 @@ def read_profile(path: Path) -> ModelProfile:
     Raises:
         ProfileInvalidError: Unreadable, not JSON or YAML, or not a profile.
     """
-    import yaml
-
     try:
         text = path.read_text(encoding="utf-8")
-        content: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        content = parse_document(text, is_json=path.suffix == ".json")
+    except (OSError, ValueError) as error:
         raise ProfileInvalidError(
             f"cannot read {path}: {error}", remedy="Give a file that aqua-profile wrote."
         ) from error
