@@ -6,7 +6,6 @@ An interrupted run is resumed by the same command.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -19,7 +18,7 @@ import typer
 
 from aqua_batch.policies import Policy
 from aqua_batch.service.cli import app as service_app
-from aqua_cli import Json, print_json, progress, replacing, say, write_json
+from aqua_cli import Json, parse_document, print_json, progress, replacing, say, write_json
 from aqua_cli import main as run_program
 from aqua_protocol.errors import ConfigError
 
@@ -362,7 +361,7 @@ def _beside(path: Path, ending: str) -> Path:
 
 def _options(text: str) -> dict[str, Any]:
     try:
-        return dict(json.loads(text))
+        return dict(parse_document(text, is_json=True))
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"--engine-options is not a JSON object: {error}",

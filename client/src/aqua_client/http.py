@@ -17,6 +17,7 @@ import httpx
 from pydantic import ValidationError
 
 from aqua_client.tls import TlsFiles
+from aqua_protocol.bearer import bearer_headers
 from aqua_protocol.errors import (
     ConfigError,
     ErrorBody,
@@ -55,14 +56,14 @@ def options_of(
     """Arguments of `httpx.Client` and `httpx.AsyncClient` for coordinators at these addresses.
 
     Raises:
-        ConfigError: A TLS file is no good.
+        ConfigError: A TLS file or the token is no good.
     """
     trust: TlsFiles | bool = False
     if any(one.startswith("https") for one in addresses):
         trust = tls or TlsFiles.from_environment()
         trust.context()
     return {
-        "headers": {} if token is None else {"Authorization": f"Bearer {token}"},
+        "headers": bearer_headers(token),
         "timeout": timeout_s,
         "limits": httpx.Limits(
             max_connections=MAX_CONNECTIONS,
@@ -88,7 +89,9 @@ def _address_of(url: str) -> str:
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, TypeError) as error:
-        raise ConfigError(f"{url!r} is not an address: {error}") from error
+        raise ConfigError(
+            f"{url!r} is not an address: {error}", remedy="Write it as http://host:port."
+        ) from error
     extra = parsed.path.strip("/") or parsed.query or parsed.fragment or parsed.userinfo
     if parsed.scheme not in {"http", "https"} or not parsed.host or extra:
         raise ConfigError(

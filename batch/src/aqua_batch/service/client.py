@@ -7,22 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import httpx
+from pydantic import BaseModel, ValidationError
 
 from aqua_batch.service.wire import BatchObject, FileObject
+from aqua_protocol.bearer import bearer_headers
 from aqua_protocol.errors import (
     AquaError,
+    ConfigError,
     RequestInvalidError,
     UnauthenticatedError,
     UnavailableError,
     UnknownResourceError,
 )
+from aqua_protocol.wire import first_fault
 
 TIMEOUT_S: Final = 60.0
 """Seconds that the service may be silent: an upload is on its disk before it answers. Doubled, a
 service that hangs is noticed a minute later."""
+
+
+class _BatchPage(BaseModel):
+    data: list[BatchObject]
+
+
+AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
 
 class BatchClient:
@@ -31,12 +42,18 @@ class BatchClient:
     Args:
         url: Without `/v1`, or with it.
         api_key: None for a service without keys.
+
+    Raises:
+        ConfigError: The address or key is none; or, of each call, who answers is no batch service.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        headers = bearer_headers(api_key)
         base = url.rstrip("/").removesuffix("/v1")
-        self._http = httpx.Client(base_url=f"{base}/v1", headers=headers, timeout=TIMEOUT_S)
+        try:
+            self._http = httpx.Client(base_url=f"{base}/v1", headers=headers, timeout=TIMEOUT_S)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"{url!r} is not an address: {error}", remedy=_ADDRESS) from error
 
     def __enter__(self) -> Self:
         return self
@@ -48,8 +65,7 @@ class BatchClient:
         """Upload a batch file; the body streams from the disk."""
         with path.open("rb") as file:
             sent = {"file": (path.name, file, "application/jsonl")}
-            answer = self._call("POST", "/files", data={"purpose": "batch"}, files=sent)
-        return FileObject.model_validate(answer)
+            return self._call(FileObject, "POST", "/files", data={"purpose": "batch"}, files=sent)
 
     def create(
         self, file_id: str, endpoint: str, window: str, metadata: dict[str, str]
@@ -57,20 +73,19 @@ class BatchClient:
         """Create a batch of an uploaded file."""
         body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}
         sent = {**body, **({"metadata": metadata} if metadata else {})}
-        return BatchObject.model_validate(self._call("POST", "/batches", json=sent))
+        return self._call(BatchObject, "POST", "/batches", json=sent)
 
     def retrieve(self, batch_id: str) -> BatchObject:
         """How far a batch is."""
-        return BatchObject.model_validate(self._call("GET", f"/batches/{batch_id}"))
+        return self._call(BatchObject, "GET", f"/batches/{batch_id}")
 
     def cancel(self, batch_id: str) -> BatchObject:
         """Cancel a batch."""
-        return BatchObject.model_validate(self._call("POST", f"/batches/{batch_id}/cancel"))
+        return self._call(BatchObject, "POST", f"/batches/{batch_id}/cancel")
 
     def list(self, limit: int) -> list[BatchObject]:
         """The newest batches."""
-        answer = self._call("GET", "/batches", params={"limit": limit})
-        return [BatchObject.model_validate(each) for each in answer["data"]]
+        return self._call(_BatchPage, "GET", "/batches", params={"limit": limit}).data
 
     def content(self, file_id: str) -> Iterator[bytes]:
         """The bytes of a file, piece by piece."""
@@ -83,15 +98,24 @@ class BatchClient:
         except httpx.TransportError as error:
             raise _unreachable(self._http, error) from error
 
-    def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:  # noqa: ANN401 - httpx's
+    def _call(self, kind: type[AnswerT], method: str, path: str, **options: Any) -> AnswerT:  # noqa: ANN401 - httpx's
         try:
             response = self._http.request(method, path, **options)
         except httpx.TransportError as error:
             raise _unreachable(self._http, error) from error
         if response.is_error:
             raise _typed(response)
-        answer: dict[str, Any] = response.json()
-        return answer
+        try:
+            return kind.model_validate_json(response.content)
+        except ValidationError as error:
+            fault = first_fault(error, "the answer")
+            raise ConfigError(
+                f"{self._http.base_url} does not answer as a batch service: {fault}",
+                remedy=_ADDRESS,
+            ) from error
+
+
+_ADDRESS: Final = "Give the address of one as --url http://host:port."
 
 
 def _unreachable(http: httpx.Client, error: Exception) -> UnavailableError:

@@ -33,6 +33,7 @@ from aqua_profiler.errors import (
     EndpointRefusedError,
 )
 from aqua_protocol import ConfigError
+from aqua_protocol.bearer import bearer_headers
 
 SHOWN: Final = 200
 """Characters of an answer that an error quotes, chosen by hand. Doubled, errors fill a screen."""
@@ -105,7 +106,7 @@ class Endpoint:
         tracing = aiohttp.TraceConfig()
         tracing.on_request_chunk_sent.append(_note_sent)
         self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {self._token}"} if self._token else {},
+            headers=bearer_headers(self._token),
             # An idle connection that the server is about to close would cost a request.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             # Whether an answer takes too long is decided for all requests together.

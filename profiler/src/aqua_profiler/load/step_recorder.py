@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from aqua_profiler.errors import EndpointGarbledError, EndpointGoneError
 from aqua_profiler.load.endpoint import KEEPALIVE_S
+from aqua_protocol.bearer import bearer_headers
 from aqua_protocol.errors import ErrorBody, UnknownResourceError, error_from_body
 
 PATH: Final = "/aqua/steps"
@@ -30,7 +31,7 @@ class StepRecorder:
 
     def __init__(self, url: str, token: str | None) -> None:
         self._url = url.rstrip("/").removesuffix("/v1") + PATH
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = bearer_headers(token)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
