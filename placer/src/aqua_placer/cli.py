@@ -299,13 +299,21 @@ app.command()(apply)
 
 
 def _explainer(file: Path, plan_file: Path) -> Explainer:
-    """Plan and problem, if they belong together."""
+    """Plan and problem, if they belong together and the plan is sound."""
+    from aqua_placer.errors import PlanInvalidError
     from aqua_placer.plan.explanation import Explainer
     from aqua_placer.plan.files import read_plan, require_problem
+    from aqua_placer.plan.verification import check_plan
     from aqua_placer.problem.parser import read_problem
 
     plan, instance = read_plan(plan_file), read_problem(file)
     require_problem(plan, instance, plan_file, file)
+    if problems := check_plan(instance, plan).problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise PlanInvalidError(
+            f"{plan_file}: {problems[0]}{more}",
+            remedy="Solve again; `aqua place check` lists all that is wrong.",
+        )
     return Explainer(instance, plan)
 
 

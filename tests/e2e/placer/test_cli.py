@@ -138,6 +138,25 @@ def test_a_changed_plan_fails_the_check(problem: Path, tmp_path: Path) -> None:
     assert any("holds both" in line for line in verdict["problems"])
 
 
+@pytest.mark.parametrize("change", [{"group": "nobody"}, {"server": "q/7"}, {"gpus": [99]}])
+def test_a_changed_plan_is_neither_drawn_nor_explained(
+    problem: Path, tmp_path: Path, change: dict[str, object]
+) -> None:
+    plan = tmp_path / "plan.json"
+    run("solve", problem, "--output", plan)
+    document = json.loads(plan.read_text())
+    document["assignments"][0].update(change)
+    plan.write_text(json.dumps(document))
+    for command in (
+        ("render", problem, plan, "-o", tmp_path / "plan.svg"),
+        ("explain", problem, plan),
+    ):
+        done = run(*command, code=2)
+        assert "plan.json: " in done.stderr
+        assert "check" in done.stderr
+    assert not (tmp_path / "plan.svg").exists()
+
+
 def test_an_interrupt_gives_the_best_plan_so_far_with_its_bound(tmp_path: Path) -> None:
     path = tmp_path / "large.json"
     path.write_text(json.dumps(generate("tpmix-cont", 512, 0)))
