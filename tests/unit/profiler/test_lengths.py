@@ -60,6 +60,23 @@ def test_a_file_without_requests_is_refused(tmp_path: Path, content: str) -> Non
         read_lengths(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("lengths.csv", b"prompt_tokens,output_tokens\n" + b"9" * 200_000 + b",3\n"),
+        ("lengths.jsonl", b'{"prompt_tokens": ' + b"[" * 100_000),
+        (
+            "lengths.csv.gz",
+            gzip.compress(b"prompt_tokens,output_tokens\n1,2\n", mtime=0)[:10] + b"\xff" * 9,
+        ),
+    ],
+)
+def test_a_broken_file_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(LengthsInvalidError, match=name):
+        read_lengths(tmp_path / name)
+
+
 def test_every_row_is_drawn_about_as_often_as_any_other() -> None:
     lengths = lengths_of([(number + 1, (number * 37) % 100 + 1) for number in range(100)])
     counts = Counter(islice(lengths.drawn(1), 64 * 500))

@@ -25,6 +25,7 @@ import json
 import math
 import random
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -131,7 +132,7 @@ def read_lengths(path: Path) -> LengthDistribution:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
             raw = stream.read(MAX_FILE_BYTES + 1)
         text = raw.decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise LengthsInvalidError(
             f"cannot read {path}: {error}", remedy="Check the path and that the file is whole."
         ) from error
@@ -140,7 +141,12 @@ def read_lengths(path: Path) -> LengthDistribution:
             f"{path} is larger than {MAX_FILE_BYTES} bytes", remedy="Sample its rows."
         )
     rows = _json_rows if text.lstrip().startswith("{") else _csv_rows
-    pairs = [_pair(row, f"{path}, line {number}") for number, row in rows(text, path)]
+    try:
+        pairs = [_pair(row, f"{path}, line {number}") for number, row in rows(text, path)]
+    except csv.Error as error:
+        raise LengthsInvalidError(
+            f"{path} is no CSV: {error}", remedy="Check that the file is whole."
+        ) from error
     if not pairs:
         raise LengthsInvalidError(
             f"{path} has no rows", remedy="Give one row per request: prompt_tokens,output_tokens."
@@ -167,7 +173,7 @@ def _json_rows(text: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             entry = None
         if not isinstance(entry, dict):
             raise LengthsInvalidError(
