@@ -11,7 +11,7 @@ from dataclasses import asdict
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -36,6 +36,13 @@ app = typer.Typer(
 )
 
 
+MOST_HOST_S: Final = 3600.0
+"""Of the host's time in a step: more is a slip of the unit. Doubled, nothing changes."""
+
+MOST: Final = 1e9
+"""Of rates, factors, seconds and GB that are asked for: more is a slip too. Doubled, nothing
+changes."""
+
 FitFile = Annotated[
     Path | None,
     typer.Option("--fit", help="Fit file of `aqua-sim fit`; without it, the data sheet."),
@@ -43,7 +50,9 @@ FitFile = Annotated[
 ModelName = Annotated[str, typer.Option(help="Model name or Hugging Face config.")]
 GpuName = Annotated[str, typer.Option(help="GPU name.")]
 Width = Annotated[int, typer.Option("--tp", help="Tensor-parallel GPUs.", min=1)]
-HostTime = Annotated[float, typer.Option(help="Host time per step, seconds.", min=0.0)]
+HostTime = Annotated[
+    float, typer.Option(help="Host time per step, seconds.", min=0.0, max=MOST_HOST_S)
+]
 
 
 class Process(StrEnum):
@@ -149,14 +158,28 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
     process: Annotated[
         Process, typer.Option(help="Arrivals: the trace's own, or generated.")
     ] = Process.TRACE,
-    rate_per_s: Annotated[float, typer.Option("--rate", help="Requests per second.")] = 1.0,
+    rate_per_s: Annotated[
+        float, typer.Option("--rate", help="Requests per second.", min=0.0, max=MOST)
+    ] = 1.0,
     count: Annotated[int, typer.Option("--requests", help="Generated requests.", min=1)] = 1000,
-    variation: Annotated[float, typer.Option(help="Gap variation of `gamma`.")] = 2.0,
-    on_s: Annotated[float, typer.Option(help="ON phase of `on-off`, seconds.")] = 60.0,
-    off_s: Annotated[float, typer.Option(help="OFF phase of `on-off`, seconds.")] = 60.0,
-    burst_factor: Annotated[float, typer.Option(help="Rate factor of `burst`.")] = 2.0,
-    burst_start_s: Annotated[float, typer.Option(help="Start of the burst, seconds.")] = 60.0,
-    burst_length_s: Annotated[float, typer.Option(help="Length of the burst, seconds.")] = 60.0,
+    variation: Annotated[
+        float, typer.Option(help="Gap variation of `gamma`.", min=0.0, max=MOST)
+    ] = 2.0,
+    on_s: Annotated[
+        float, typer.Option(help="ON phase of `on-off`, seconds.", min=0.0, max=MOST)
+    ] = 60.0,
+    off_s: Annotated[
+        float, typer.Option(help="OFF phase of `on-off`, seconds.", min=0.0, max=MOST)
+    ] = 60.0,
+    burst_factor: Annotated[
+        float, typer.Option(help="Rate factor of `burst`.", min=0.0, max=MOST)
+    ] = 2.0,
+    burst_start_s: Annotated[
+        float, typer.Option(help="Start of the burst, seconds.", min=0.0, max=MOST)
+    ] = 60.0,
+    burst_length_s: Annotated[
+        float, typer.Option(help="Length of the burst, seconds.", min=0.0, max=MOST)
+    ] = 60.0,
     memory_share: Annotated[
         float, typer.Option(help="Share of HBM for weights and KV cache.", min=0.1, max=1.0)
     ] = 0.9,
@@ -164,7 +187,9 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
     page_to: Annotated[
         str, typer.Option(help="Where preempted requests go: none, dram or peer.")
     ] = "none",
-    page_gb: Annotated[float, typer.Option(help="Size of the page store, GB.", min=0.0)] = 64.0,
+    page_gb: Annotated[
+        float, typer.Option(help="Size of the page store, GB.", min=0.0, max=MOST)
+    ] = 64.0,
     copies_overlap: Annotated[
         bool,
         typer.Option("--copies-overlap/--copies-on-top", help="Copies hide behind computation."),
@@ -182,7 +207,7 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
         int, typer.Option(help="Token budget of a step.", min=1)
     ] = 2048,
     max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once.", min=1)] = 256,
-    seed: Annotated[int, typer.Option(help="Of generated arrivals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of generated arrivals.", min=0)] = 0,
     as_json: Json = False,
     plot: Plot = None,
 ) -> None:

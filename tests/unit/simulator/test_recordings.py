@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,7 +155,12 @@ def test_a_request_log_is_read_line_by_line(tmp_path: Path) -> None:
         ({"latency": 0.1}, "times are not in order"),
         ({"ttft": "soon"}, "request 1: could not convert"),
         ({"ttft": "nan"}, "times are not in order, or no numbers"),
-        ({"completion_tokens": 0}, "lengths must be at least 1"),
+        ({"completion_tokens": 0}, "lengths must be 1 to"),
+        ({"completion_tokens": 1e308}, "lengths must be 1 to"),
+        ({"prompt_tokens": "inf"}, "request 1: cannot convert"),
+        ({"prompt_tokens": 10**400}, "request 1: int too large"),
+        ({"arrival_time": 1.7e12}, "times are no seconds"),
+        ({"ttft": 0.0, "latency": 0.0}, "take no time"),
     ],
 )
 def test_a_broken_request_is_named(tmp_path: Path, change: dict[str, object], words: str) -> None:
@@ -169,13 +176,56 @@ def test_a_broken_request_is_named(tmp_path: Path, change: dict[str, object], wo
         ("[]", "is no JSON object"),
         ('{"engine_kwargs": 3}', "engine_kwargs is no object"),
         ('{"engine_kwargs": {"max_num_seqs": "many"}}', "max_num_seqs is 'many'"),
+        ('{"engine_kwargs": {"max_num_seqs": Infinity}}', "max_num_seqs is inf"),
+        ('{"engine_kwargs": {"max_num_seqs": 0}}', "max_num_seqs is 0"),
         ('{"engine_kwargs": {"tensor_parallel_size": 4}}', "ran on 4 GPUs"),
+        ('{"engine_kwargs": {"gpu_memory_utilization": 5}}', "is 5, no share of a memory"),
+        ('{"engine_kwargs": {"gpu_memory_utilization": NaN}}', "is nan, no share of a memory"),
+        ('{"kv_cache": {"num_gpu_blocks": -4}}', "num_gpu_blocks is -4"),
+        ('{"kv_cache": {"block_size": "x"}}', "block_size is 'x'"),
+        ("[" * 100_000, "is no JSON"),
     ],
 )
 def test_a_broken_description_is_named(recorded: Path, text: str, words: str) -> None:
     (recorded / f"vllm_real_{GPU}_{MODEL}_meta.json").write_text(text)
     with pytest.raises(ConfigError, match=words):
         read_recordings(recorded)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"start_times": 5}, "must be lists"),
+        ({"errors": 5}, "must be lists"),
+        ({"input_lens": [float("inf"), 1, 1]}, "request 1: cannot convert"),
+    ],
+)
+def test_a_broken_benchmark_is_named(tmp_path: Path, change: dict[str, object], words: str) -> None:
+    (tmp_path / "bench.json").write_text(json.dumps({**BENCHMARK, **change}))
+    with pytest.raises(ConfigError, match=rf"bench\.json.*{words}"):
+        read_recordings(tmp_path, gpu="H100-80GB")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", b"\xff\xfe"),
+        ("a.jsonl", b"[" * 100_000),
+        ("a_requests.csv", b"\xff\xfe"),
+        ("a_requests.csv", b"input_toks\n" + b"9" * 200_000),
+        ("a_requests.csv.gz", b"no gzip"),
+        ("a_requests.csv.gz", gzip.compress(random.Random(0).randbytes(1000), mtime=0)[:500]),
+    ],
+)
+def test_a_file_that_is_broken_does_not_hide_the_others(
+    recorded: Path, name: str, content: bytes
+) -> None:
+    (recorded / name).write_bytes(content)
+    (recorded / "folder.json").mkdir()
+    (recorded / "gone.json").symlink_to("nowhere")
+    found = read_recordings(recorded)
+    assert len(found.recordings) == 1
+    assert list(found.refused) == [name]
 
 
 def test_what_a_recording_must_say_is_asked_for(tmp_path: Path) -> None:

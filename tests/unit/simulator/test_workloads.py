@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 from pathlib import Path
 
 import numpy as np
@@ -131,3 +132,18 @@ def test_single_traces_have_the_properties_of_table_3(name: str) -> None:
     )
     assert load.optimal_sharing == pytest.approx(sharing, abs=0.02)
     assert optimal(load, COST).density == pytest.approx(density, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("1e308,10,5", "no time in seconds"),
+        ("0,99999999999999999999,5", "tokens"),
+        ("0,0,5", "line 2: request 0: lengths must be at least 1$"),
+    ],
+)
+def test_a_line_that_no_trace_can_hold_is_refused(tmp_path: Path, line: str, words: str) -> None:
+    (tmp_path / "a.csv").write_text(f"t_s,prompt_tokens,output_tokens\n{line}\n")
+    with pytest.raises(ConfigError) as told:
+        read_trace(tmp_path / "a.csv")
+    assert re.search(words, told.value.message)

@@ -31,7 +31,7 @@ def paper(  # noqa: PLR0917 - Typer hands options over by name
     request_count: Annotated[
         int, typer.Option("--requests", help="Requests per trace.", min=1000)
     ] = 400_000,
-    seed: Annotated[int, typer.Option(help="Of workloads and samples.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of workloads and samples.", min=0)] = 1,
     interference: Interference = 0.4,
     data: Annotated[
         Path | None,
@@ -104,7 +104,7 @@ def blend(  # noqa: PLR0917 - Typer hands options over by name
         bool, typer.Option("--media-known/--media-unknown", help="Media state their length.")
     ] = True,
     interference: Interference = 0.4,
-    seed: Annotated[int, typer.Option(help="Of workload and sample.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of workload and sample.", min=0)] = 1,
     as_json: Json = False,
     plot: Plot = None,
 ) -> None:

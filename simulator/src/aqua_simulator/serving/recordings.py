@@ -55,6 +55,14 @@ _DEFAULT_MEMORY_SHARE: Final = 0.9
 """vLLM's `gpu_memory_utilization` until 0.22; later versions take 0.92. It cannot be doubled."""
 
 
+MOST_TOKENS: Final = 10**8
+"""Of a prompt or an answer that can be: more is a broken line. Doubled, nothing changes."""
+
+MOST_SECONDS: Final = 1e11
+"""Of a time that can be: since 1970 it is the year 5138, and more are milliseconds or a broken
+line. Doubled, nothing changes."""
+
+
 @dataclass(frozen=True, eq=False)
 class Recording:
     """A recorded run.
@@ -112,14 +120,15 @@ def read_recordings(
         raise ConfigError(f"no folder {folder}", remedy="Give the folder with the recordings.")
     found: list[Recording] = []
     refused: dict[str, str] = {}
-    for path in sorted(folder.iterdir()):
-        name = _stem(path)
-        if name is None:
-            continue
+    for path in sorted(each for each in folder.iterdir() if each.is_file()):
         try:
-            found.append(_read(path, name, gpu, model))
+            name = _stem(path)
+            if name is not None:
+                found.append(_read(path, name, gpu, model))
         except ConfigError as error:
             refused[path.name] = f"{error.message} {error.remedy or ''}".strip()
+        except OSError as error:
+            refused[path.name] = f"cannot be read: {error.strerror}"
     if not found:
         reasons = "; ".join(refused.values())
         raise ConfigError(
@@ -160,6 +169,12 @@ def _read(path: Path, name: str, gpu: str | None, model: str | None) -> Recordin
         served = [_served(path.name, number, row) for number, row in enumerate(rows, start=1)]
     if not served:
         raise ConfigError(f"{path.name} holds no requests")
+    start = min(row.arrival_s for row in served)
+    if not max(row.last_token_s for row in served) > start:
+        raise ConfigError(
+            f"the {len(served)} requests of {path.name} take no time",
+            remedy="Record when their tokens came.",
+        )
     hardware = _part(meta, "hardware", meta_path.name)
     gpu_name = gpu or (match["gpu"] if match else hardware.get("device_name"))
     model_name = model or (match["model"] if match else meta.get("model"))
@@ -170,7 +185,6 @@ def _read(path: Path, name: str, gpu: str | None, model: str | None) -> Recordin
                 remedy=f"Give --{what.lower()}, or {meta_path.name} with model and hardware.",
             )
     key, decoder = _decoder(path.name, str(model_name))
-    start = min(row.arrival_s for row in served)
     engine = _Description(meta_path.name, meta, catalogued(str(gpu_name)), assumed)
     width = engine.whole("tensor_parallel_size", 1, is_told=False)
     if width != 1:
@@ -203,7 +217,7 @@ def _since(row: Served, start: float) -> Served:
 def _object(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path.name} is no JSON: {error}") from error
     if not isinstance(document, dict):
         raise ConfigError(f"{path.name} is no JSON object")
@@ -220,12 +234,16 @@ def _part(meta: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
 
 def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
     """The objects of a request log."""
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    try:
+        lines = path.read_text().splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path.name} is no text: {error}") from error
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path.name}, line {number} is no JSON: {error}") from error
         if not isinstance(row, dict):
             raise ConfigError(f"{path.name}, line {number} is no JSON object")
@@ -257,7 +275,7 @@ def _served(name: str, number: int, row: Mapping[str, Any]) -> Served:
         last = needed("last", None if latency is None else queued + latency)
         scheduled = found("scheduled")
         prompt, output = int(needed("prompt")), int(needed("output"))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{name}, request {number}: {error}") from error
     times = [queued, *([] if scheduled is None else [scheduled]), first, last]
     _check(name, number, times, prompt, output)
@@ -270,15 +288,19 @@ def _check(name: str, number: int, times: Sequence[float], prompt: int, output: 
     """Refuse what no run can have shown, as a step of a clock leaves it.
 
     Raises:
-        ConfigError: Times that are no numbers or run backwards, or lengths below 1.
+        ConfigError: Times that are no seconds or run backwards, or lengths that cannot be.
     """
     if not all(map(isfinite, times)) or list(times) != sorted(times):
         raise ConfigError(
             f"{name}, request {number}: its times are not in order, or no numbers",
             remedy="A clock was set during the run, or the log is broken; drop the request.",
         )
-    if prompt < 1 or output < 1:
-        raise ConfigError(f"{name}, request {number}: lengths must be at least 1")
+    if max(map(abs, times)) > MOST_SECONDS:
+        raise ConfigError(
+            f"{name}, request {number}: its times are no seconds", remedy="Give times in seconds."
+        )
+    if not 1 <= min(prompt, output) <= max(prompt, output) <= MOST_TOKENS:
+        raise ConfigError(f"{name}, request {number}: lengths must be 1 to {MOST_TOKENS}")
 
 
 def _benchmark(name: str, document: Mapping[str, Any], assumed: list[str]) -> list[Served]:
@@ -302,6 +324,8 @@ def _benchmark(name: str, document: Mapping[str, Any], assumed: list[str]) -> li
         assumed.append("all requests sent at once: no start times, and a request rate of inf")
     errors = document.get("errors") or [""] * count
     lists = [*(document[column] for column in columns), starts, errors]
+    if not all(isinstance(each, list) for each in lists):
+        raise ConfigError(f"{name}: start_times and errors must be lists")
     if any(len(each) != count for each in lists):
         raise ConfigError(f"{name}: its lists have different lengths")
     served = []
@@ -315,7 +339,7 @@ def _benchmark(name: str, document: Mapping[str, Any], assumed: list[str]) -> li
             last = first + sum(map(float, itls))
             times = [float(start), first, last]
             _check(name, number, times, int(prompt), int(output))
-        except (TypeError, ValueError) as broken:
+        except (TypeError, ValueError, OverflowError) as broken:
             raise ConfigError(f"{name}, request {number}: {broken}") from broken
         served.append(Served(str(number), times[0], nan, first, last, int(prompt), int(output), 0))
     if len(served) < count:
@@ -370,12 +394,19 @@ class _Description:
             value, source = arguments.get(key), "the engine's arguments"
         if value is None:
             value, source = default, "vLLM's default"
-        try:
-            number = int(value)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{self.name}: {key} is {value!r}, no whole number") from error
+        number = self._count(key, value)
         if source and is_told:
             self.assumed.append(f"{key} {number} ({source})")
+        return number
+
+    def _count(self, key: str, value: Any) -> int:  # noqa: ANN401 - whatever the file holds
+        """A count that a file gives."""
+        try:
+            number = int(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(f"{self.name}: {key} is {value!r}, no whole number") from error
+        if not 1 <= number <= MOST_TOKENS:
+            raise ConfigError(f"{self.name}: {key} is {value!r}, not 1 to {MOST_TOKENS}")
         return number
 
     def settings(self, decoder: DecoderModel) -> EngineSettings:
@@ -404,18 +435,25 @@ class _Description:
         """
         cache = _part(self.meta, "kv_cache", self.name)
         arguments = _part(self.meta, "engine_kwargs", self.name)
-        size = int(cache.get("block_size") or arguments.get("block_size") or 16)
-        if cache.get("num_gpu_blocks"):
-            return size, int(cache["num_gpu_blocks"])
-        if cache.get("num_kv_tokens"):
-            return size, int(cache["num_kv_tokens"]) // size
-        if arguments.get("num_gpu_blocks_override"):
-            return size, int(arguments["num_gpu_blocks_override"])
-        share = float(
+        size = self._count(
+            "block_size", cache.get("block_size") or arguments.get("block_size") or 16
+        )
+        for part, key, tokens in (
+            (cache, "num_gpu_blocks", 1),
+            (cache, "num_kv_tokens", size),
+            (arguments, "num_gpu_blocks_override", 1),
+        ):
+            if part.get(key):
+                return size, self._count(key, part[key]) // tokens
+        share = (
             cache.get("gpu_memory_utilization")
             or arguments.get("gpu_memory_utilization")
             or _DEFAULT_MEMORY_SHARE
         )
+        if not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+            raise ConfigError(
+                f"{self.name}: gpu_memory_utilization is {share!r}, no share of a memory"
+            )
         hardware = _part(self.meta, "hardware", self.name)
         memory = hardware.get("device_total_memory_bytes") or (self.gpu and self.gpu.hbm_bytes)
         if not memory:
@@ -424,7 +462,9 @@ class _Description:
                 remedy="Add kv_cache.num_gpu_blocks or hardware.device_total_memory_bytes, or give "
                 f"--gpu as one of {', '.join(GPUS)}.",
             )
-        count = kv_block_count(decoder, float(memory), share, block_tokens=size)
+        if not isinstance(memory, int | float) or not isfinite(memory):
+            raise ConfigError(f"{self.name}: device_total_memory_bytes is {memory!r}, no number")
+        count = kv_block_count(decoder, memory, share, block_tokens=size)
         if count < 1:
             raise ConfigError(f"{self.name}: {decoder.name} leaves no room for a KV cache")
         self.assumed.append(f"{count} blocks of {size} tokens: what {share:g} of the memory leaves")

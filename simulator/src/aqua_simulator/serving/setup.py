@@ -60,6 +60,19 @@ def iteration_time(fit: Fit, model: DecoderModel, gpu: GpuModel, width: int) -> 
     return from_shapes(fit, device, model, width=width)
 
 
+def check_width(model: DecoderModel, width: int) -> None:
+    """Refuse a width by which an engine could not share the heads of a model out.
+
+    Raises:
+        ConfigError: The heads do not divide by it.
+    """
+    if model.head_count % width:
+        raise ConfigError(
+            f"the {model.head_count} heads of {model.name} do not divide by tp {width}",
+            remedy="Choose a tp that divides them.",
+        )
+
+
 def kv_block_count(
     model: DecoderModel,
     hbm_bytes: float,
@@ -107,9 +120,11 @@ class EngineSpec:
         """Build it; without a fit its times are those of the data sheet.
 
         Raises:
-            ConfigError: Unknown names, or weights that leave no room for a KV cache.
+            ConfigError: Unknown names, a width that does not divide the model's heads, or weights
+                that leave no room for a KV cache.
         """
         model, gpu = decoder_named(self.model), gpu_named(self.gpu)
+        check_width(model, self.width)
         settings = EngineSettings(
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,

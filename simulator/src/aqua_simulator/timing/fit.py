@@ -119,7 +119,7 @@ class Fit:
             seen = {
                 key: frozenset(tuple(row) for row in rows) for key, rows in document["seen"].items()
             }
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (RecursionError, OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} is not a fit: {error}", remedy=_REFIT) from error
         return cls(functions, seen)
 

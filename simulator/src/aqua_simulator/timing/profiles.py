@@ -17,6 +17,7 @@ from __future__ import annotations
 import csv
 import gzip
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -87,10 +88,20 @@ def work(
 
 
 def rows_of(path: Path) -> Iterator[Row]:
-    """Rows of a CSV file, plain or gzip."""
+    """Rows of a CSV file, plain or gzip.
+
+    Raises:
+        ConfigError: It is no such file, or breaks off.
+    """
     opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", newline="") as text:
-        yield from csv.DictReader(text)
+    try:
+        # Spreadsheets begin a file with a byte order mark, which is no part of a name.
+        with opener(path, "rt", newline="", encoding="utf-8-sig") as text:
+            yield from csv.DictReader(text)
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as error:
+        raise ConfigError(
+            f"cannot read {path}: {error}", remedy="Check that the file is whole, and CSV."
+        ) from error
 
 
 def read_folder(folder: Path) -> list[Samples]:

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from aqua_protocol.errors import ConfigError
+from aqua_simulator.serving.recordings import MOST_SECONDS, MOST_TOKENS
 from aqua_simulator.serving.request import Arrival
 from aqua_simulator.timing.profiles import rows_of
 
@@ -68,7 +69,7 @@ def _rows(path: Path) -> list[Arrival]:
         raise ConfigError(f"no trace {path}", remedy="Give a CSV file, plain or .gz.")
     rows = [_arrival(path, number, row) for number, row in enumerate(rows_of(path), start=2)]
     if not rows:
-        raise ConfigError(f"{path} holds no requests")
+        raise ConfigError(f"{path} holds no requests", remedy=_COLUMNS)
     return rows
 
 
@@ -76,32 +77,43 @@ def _arrival(path: Path, number: int, row: dict[str, str]) -> Arrival:
     """Read one line; its time is NaN where the format has none."""
     try:
         if "input_toks" in row:
-            return Arrival(
-                row["request_id"],
-                float(row["queued_ts"]),
-                int(row["input_toks"]),
-                int(row["output_toks"]),
-            )
+            time_s, tokens = float(row["queued_ts"]), (row["input_toks"], row["output_toks"])
+            prompt, output = map(int, tokens)
+            _check(time_s, prompt, output)
+            return Arrival(row["request_id"], time_s, prompt, output)
         time_s = float("nan")
         if "t_s" in row:
             time_s = float(row["t_s"])
         elif "t_ms" in row:
             time_s = float(row["t_ms"]) / 1e3
         prefix = tuple(int(identity) for identity in row.get("hash_ids", "").split())
+        prompt, output = int(row["prompt_tokens"]), int(row["output_tokens"])
+        _check(time_s, prompt, output)
         # A recorded request may have generated nothing; a served one generates at least one token.
         return Arrival(
             str(number - 2),
             time_s,
-            int(row["prompt_tokens"]),
-            max(1, int(row["output_tokens"])),
+            prompt,
+            max(1, output),
             prefix,
             MOONCAKE_CHUNK_TOKENS if prefix else 0,
         )
-    except (KeyError, TypeError, ValueError, ConfigError) as error:
-        raise ConfigError(
-            f"{path}, line {number}: {error}",
-            remedy="Columns: t_s or t_ms, prompt_tokens, output_tokens, and hash_ids if known.",
-        ) from error
+    except KeyError as missing:
+        raise ConfigError(f"{path}: no column {missing}", remedy=_COLUMNS) from missing
+    except (TypeError, ValueError, OverflowError, ConfigError) as error:
+        told = error.message if isinstance(error, ConfigError) else error
+        raise ConfigError(f"{path}, line {number}: {told}", remedy=_COLUMNS) from error
+
+
+def _check(time_s: float, *tokens: int) -> None:
+    """Refuse what no trace can hold; NaN is a time that is not there."""
+    if abs(time_s) > MOST_SECONDS:
+        raise ValueError(f"{time_s:g} is no time in seconds")
+    if max(tokens) > MOST_TOKENS:
+        raise ValueError(f"more than {MOST_TOKENS} tokens")
+
+
+_COLUMNS: Final = "Columns: t_s or t_ms, prompt_tokens, output_tokens, and hash_ids if known."
 
 
 def poisson(count: int, *, rate_per_s: float, seed: int) -> Float64[np.ndarray, " count"]:
