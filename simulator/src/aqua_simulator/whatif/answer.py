@@ -223,8 +223,8 @@ def _answer(
         _contention_remark(cluster),
         "Fewer GPUs and offline work are alternatives: money counts the larger one.",
     ]
-    if not cluster.listed.gpu_hour:
-        remarks.append("No price of a GPU hour is given (gpu_hour): no money is reckoned.")
+    if not cluster.has_prices():
+        remarks.append("No price of an hour of its GPUs is given (gpu_hour): no money is reckoned.")
     outlooks = []
     for scenario in SCENARIOS:
         rows = [_numbers(background, results, scenario, seed, plain) for seed in range(seeds + 1)]
@@ -265,6 +265,9 @@ def _answer(
     elif sheets := [name for name in day.loads if not background.times[name].is_fitted]:
         message = "too little is known of its steps: their times are the data sheet's"
         findings += [InputFinding("data sheet", name, message) for name in sheets]
+    if cluster.listed.gpu_hour:
+        message = "no gpu_hour of it: money leaves out what its GPUs cost"
+        findings += [InputFinding("no price", gpu, message) for gpu in cluster.unpriced()]
     unserved = results[TODAY.online(0, plain)].unserved
     findings += [
         InputFinding("too long", name, f"{count} requests fit in no engine: not simulated")
@@ -389,7 +392,7 @@ def _numbers(
             saved += gone * hours * cluster.price(name)
         found["gpus_fewer"] = fewer
         worth = max(worth, saved)
-    if cluster.listed.gpu_hour and (worth or "gpus_fewer" in found):
+    if cluster.has_prices() and (worth or "gpus_fewer" in found):
         found["money_per_day"] = worth * 24.0 / hours
     return found
 

@@ -10,27 +10,28 @@ not said is the data sheet's.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from aqua_cli import parse_document
 from aqua_protocol.decoders import DecoderModel, decoder_named
 from aqua_protocol.errors import ConfigError
 from aqua_protocol.hardware import GpuModel, gpu_named
 from aqua_protocol.plan import Plan
 from aqua_protocol.wire import first_fault
 from aqua_simulator.serving.recordings import catalogued, decoder_called
-from aqua_simulator.serving.setup import BLOCK_TOKENS, kv_block_count
+from aqua_simulator.serving.setup import BLOCK_TOKENS, check_width, kv_block_count
 from aqua_simulator.timing.contention import FAIR_SHARE, Interference
 
 Positive = Annotated[float, Field(gt=0.0, lt=1e12)]
 Count = Annotated[int, Field(ge=1, le=4096)]
+Tokens = Annotated[int, Field(ge=1, le=10**12)]
 
 
 class _Document(BaseModel):
@@ -54,14 +55,12 @@ class DeployedModel(_Document):
     tp: Count = Field(default=1, description="Tensor-parallel GPUs of each engine.")
     server: str = Field(default="", description="Scale-up domain; engines of one reach each other.")
     memory_share: float = Field(default=0.9, gt=0.0, le=1.0, description="For weights and KV.")
-    kv_tokens: Count | Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="KV cache of an engine, if known."
-    )
+    kv_tokens: Tokens | None = Field(default=None, description="KV cache of an engine, if known.")
     metrics_name: str | None = Field(
         default=None, description="Label model_name of its metrics; default: the name."
     )
-    max_num_batched_tokens: Annotated[int, Field(ge=1)] = 2048
-    max_num_seqs: Annotated[int, Field(ge=1)] = 256
+    max_num_batched_tokens: Tokens = 2048
+    max_num_seqs: Tokens = 256
     copy_weight: Positive = Field(
         default=1.0, description="Guarantees its share of a producer that several borrow from."
     )
@@ -104,9 +103,11 @@ class DeploymentList(_Document):
         default=1, description="Of one lending GPU or engine, at most; each of its GPUs counts."
     )
     links: LinkRates = Field(default_factory=LinkRates)
-    host_gb: float = Field(default=64.0, ge=0.0, description="Host memory of an engine for KV.")
+    host_gb: float = Field(
+        default=64.0, ge=0.0, lt=1e9, description="Host memory of an engine for KV."
+    )
     offline: OfflineWork = Field(default_factory=OfflineWork)
-    gpu_hour: dict[str, Annotated[float, Field(ge=0.0)]] = Field(
+    gpu_hour: dict[str, Annotated[float, Field(ge=0.0, lt=1e12)]] = Field(
         default_factory=dict, description="Price of a GPU hour, by GPU."
     )
 
@@ -164,6 +165,15 @@ class Cluster:
         """What an hour of that model's kind of GPU costs; 0 where no price is given."""
         return self.listed.gpu_hour.get(self.engines[name].deployed.gpu, 0.0)
 
+    def unpriced(self) -> list[str]:
+        """Kinds of GPU whose hour has no price."""
+        kinds = sorted({shape.deployed.gpu for shape in self.engines.values()})
+        return [gpu for gpu in kinds if gpu not in self.listed.gpu_hour]
+
+    def has_prices(self) -> bool:
+        """Whether an hour of any model's GPUs has one."""
+        return any(each.deployed.gpu in self.listed.gpu_hour for each in self.engines.values())
+
     def link_bytes_per_s(self, name: str, *, is_peer: bool) -> float:
         """Rate of one GPU's link to its peers or to the host."""
         return self.gpu_bytes_per_s(self.engines[name].gpu, is_peer=is_peer)
@@ -182,18 +192,16 @@ def read_cluster(path: Path) -> tuple[Cluster, list[InputFinding]]:
     Raises:
         ConfigError: No such file, not in its form, or none of its models is known.
     """
-    import yaml
-
     try:
         text = path.read_text()
-        content: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        content = parse_document(text, is_json=path.suffix == ".json")
         listed = DeploymentList.model_validate(content)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", remedy=_FORM) from error
     except ValidationError as error:
         fault = first_fault(error, "the document")
         raise ConfigError(f"{path}: {fault}", remedy=_FORM) from error
-    except (ValueError, yaml.YAMLError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is neither YAML nor JSON: {error}", remedy=_FORM) from error
     return cluster_of(listed, str(path))
 
@@ -245,6 +253,7 @@ def gpu_called(name: str) -> GpuModel:
 def _shape(deployed: DeployedModel) -> EngineShape:
     model = decoder_called(deployed.model) or decoder_named(deployed.model)
     gpu = gpu_called(deployed.gpu)
+    check_width(model, deployed.tp)
     if deployed.kv_tokens is not None:
         blocks = deployed.kv_tokens // BLOCK_TOKENS
     else:
@@ -275,8 +284,10 @@ def read_plan(
     try:
         plan = Plan.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
+        is_read = isinstance(error, ValidationError)
+        fault = first_fault(error, "the document") if is_read else error.strerror
         raise ConfigError(
-            f"{path} is no plan: {str(error).splitlines()[0]}",
+            f"{path} is no plan: {fault}",
             remedy="Make one with `aqua place solve FILE --output PLAN`.",
         ) from error
     pairs = tuple((_stem(match.consumer), _stem(match.producer)) for match in plan.matches)

@@ -17,14 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil, inf, isfinite, nan
+from math import ceil, inf, nan
 from typing import Any, Final
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
+from aqua_protocol.bearer import bearer_headers
 from aqua_protocol.errors import ConfigError, UnavailableError
 from aqua_simulator.whatif.cluster import Cluster, EngineShape, InputFinding
+from aqua_simulator.whatif.histograms import drawn_values, is_bound, quantile, tells
 from aqua_simulator.whatif.recorded_day import ModelLoad, RecordedLoad
 from aqua_simulator.whatif.scrapes import ScrapedCounters
 from aqua_simulator.whatif.step_fit import StepObservations
@@ -41,6 +43,10 @@ MAX_SCRAPES: Final = 10_000
 """Scrapes of a day that are looked at, for the same reason. Doubled, Prometheus refuses; halved,
 step times of long days rest on every second scrape."""
 
+MOST_REQUESTS: Final = 10**7
+"""Of a model in a window: more than any cluster serves in five minutes. Doubled, a broken counter
+takes twice the memory."""
+
 LOOK_BACK_S: Final = 3600.0
 """Seconds in which scrapes are counted, to know how far apart they are. Doubled, nothing changes.
 """
@@ -53,6 +59,12 @@ _ANSWERING: Final = "vllm:request_time_per_output_token_seconds"
 _STEPS: Final = "vllm:iteration_tokens_total"
 _PROMPT: Final = "vllm:request_prompt_tokens"
 _OUTPUT: Final = "vllm:request_generation_tokens"
+
+
+# What reading an answer of another shape than Prometheus's comes to.
+_NO_ANSWER: Final = (
+    *(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError),
+)
 
 
 def _duration(seconds: float) -> str:
@@ -100,7 +112,7 @@ class PrometheusSource:
         """
         import httpx
 
-        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        headers = bearer_headers(self.token)
         # Differences need a value at the start, sums over windows need none.
         first_s = self.start_s + (self.window_s if step_s is None else 0.0)
         last_s = self.start_s + self.window_count * self.window_s
@@ -118,29 +130,31 @@ class PrometheusSource:
                 headers=headers,
                 timeout=TIMEOUT_S,
             )
+        except httpx.InvalidURL as error:
+            raise ConfigError(
+                f"{self.url!r} is not an address: {error}", remedy="Check --prometheus."
+            ) from error
         except httpx.HTTPError as error:
             raise UnavailableError(
                 f"no Prometheus at {self.url}: {error}", remedy="Check --prometheus."
             ) from error
+        told = f"HTTP {answer.status_code}"
         try:
             document: dict[str, Any] = answer.json()
-            rows = document["data"]["result"] if document["status"] == "success" else None
-        except (ValueError, KeyError, TypeError):
-            rows = document = None  # type: ignore[assignment]  # told below
-        if rows is None:
-            told = (document or {}).get("error", f"HTTP {answer.status_code}")
+            told = document.get("error", told)
+            series = []
+            for row in document["data"]["result"] if document["status"] == "success" else None:
+                values = np.full(value_count, nan)
+                for time_s, value in row["values"]:
+                    index = round((float(time_s) - first_s) / step_s)
+                    if 0 <= index < value_count:
+                        values[index] = float(value)
+                series.append((dict(row["metric"]), values))
+        except _NO_ANSWER as error:
             raise ConfigError(
                 f"{self.url} does not answer as a Prometheus: {told}",
                 remedy="Give its address, and --prometheus-token if it wants one.",
-            )
-        series = []
-        for row in rows:
-            values = np.full(value_count, nan)
-            for time_s, value in row["values"]:
-                index = round((float(time_s) - first_s) / step_s)
-                if 0 <= index < value_count:
-                    values[index] = float(value)
-            series.append((row["metric"], values))
+            ) from error
         return series
 
     def increase(self, metric: str, selector: str, by: str = "") -> dict[str, Windows]:
@@ -149,6 +163,11 @@ class PrometheusSource:
         window = _duration(self.window_s)
         found = self.query(f"{grouped} (increase({metric}{{{selector}}}[{window}]))")
         return {labels.get(by, ""): values for labels, values in found}
+
+    def buckets(self, metric: str, selector: str) -> dict[str, Windows]:
+        """How much the buckets of a histogram grew, by bounds that are numbers."""
+        found = self.increase(f"{metric}_bucket", selector, "le")
+        return {le: values for le, values in found.items() if is_bound(le)}
 
     def total(self, metric: str, selector: str) -> Windows | None:
         """The growth of a counter over all engines; None if nothing reports it."""
@@ -169,11 +188,9 @@ def read_prometheus(source: PrometheusSource, cluster: Cluster, *, seed: int = 0
     samples: dict[str, Bool[np.ndarray, " windows"]] = {}
     for name, shape in cluster.engines.items():
         selector = f'model_name="{shape.deployed.metrics_name or name}"'
-        requests = source.total(f"{_FIRST}_count", selector)
-        if requests is None:
-            requests = source.total(f"{_PROMPT}_count", selector)
-        if requests is None:
-            message = f"no engine reports {selector}: left out with its GPUs"
+        requests = _requests(source, selector)
+        if isinstance(requests, str):
+            message = f"{requests}: left out with its GPUs"
             findings.append(InputFinding("missing metric", name, message))
             continue
         is_seen |= ~np.isnan(requests)
@@ -207,6 +224,19 @@ def read_prometheus(source: PrometheusSource, cluster: Cluster, *, seed: int = 0
     _tell_others(source, findings)
     unknown = tuple(name for name in cluster.engines if name not in {*loads, *idle})
     return RecordedLoad(int(is_seen.sum()) * source.window_s, loads, findings, unknown)
+
+
+def _requests(source: PrometheusSource, selector: str) -> Windows | str:
+    """Requests of a model by window, as first tokens or as prompts; or why they are not known."""
+    for metric in (_FIRST, _PROMPT):
+        found = source.total(f"{metric}_count", selector)
+        if found is None or np.isnan(found).all():
+            continue
+        least, most = float(np.nanmin(found)), float(np.nanmax(found))
+        if not 0.0 <= least <= most <= MOST_REQUESTS:
+            return f"{least if least < 0.0 else most:g} requests in a window cannot be"
+        return found
+    return f"no engine reports {selector}"
 
 
 def _resets(source: PrometheusSource, selector: str, name: str) -> list[InputFinding]:
@@ -263,7 +293,7 @@ def _load(
     def means(metric: str) -> tuple[Windows, float] | None:
         """Means by window, NaN where nothing was counted, and over the day."""
         sums, counts = (source.total(f"{metric}_{part}", selector) for part in ("sum", "count"))
-        if sums is None or counts is None or not np.nansum(counts):
+        if sums is None or counts is None or not 0.0 < np.nansum(counts) < inf:
             findings.append(InputFinding("missing metric", name, f"no {metric}"))
             return None
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -281,7 +311,11 @@ def _load(
         if known is None:
             findings.append(InputFinding("missing metric", name, _LENGTHS))
             return None
-        drawn = _drawn(source.increase(f"{metric}_bucket", selector, "le"), len(owner), generator)
+        buckets = source.buckets(metric, selector)
+        if not tells(buckets):
+            message = f"no {metric}_bucket: all requests of a window are as long as its mean"
+            findings.append(InputFinding("missing metric", name, message))
+        drawn = drawn_values(buckets, len(owner), generator)
         by_window, mean = known
         wanted = np.where(np.isnan(by_window), mean, by_window)[owner]
         # Each window's requests get its mean, whatever was drawn for them.
@@ -300,9 +334,7 @@ def _load(
         found = found or (means(metric) if key == "tpot" else None)
         if found is not None:
             observed[f"{key}_mean_s"] = float(found[1])
-            observed[f"{key}_p99_s"] = _quantile(
-                source.increase(f"{metric}_bucket", selector, "le"), 0.99
-            )
+            observed[f"{key}_p99_s"] = quantile(source.buckets(metric, selector), 0.99)
     unknown = np.full(len(owner), nan)
     load = ModelLoad(arrival_s, lengths[0], lengths[1], unknown, unknown, observed)
     if scrape_s is not None and {"first", "between", "steps"} <= seen.keys():
@@ -416,38 +448,6 @@ def _scraped(
             )
         ]
     )
-
-
-def _cumulated(buckets: dict[str, Windows]) -> tuple[list[float], Float64[np.ndarray, " bounds"]]:
-    """Bounds of a histogram, and how many are up to each."""
-    sums = sorted((float(le), float(np.nansum(values))) for le, values in buckets.items() if le)
-    return [bound for bound, _ in sums], np.maximum.accumulate([count for _, count in sums])
-
-
-def _drawn(
-    buckets: dict[str, Windows], count: int, generator: np.random.Generator
-) -> Float64[np.ndarray, " count"]:
-    """Lengths from a histogram, even in logarithms between its bounds; stratified."""
-    bounds, sums = _cumulated(buckets)
-    if not count or not sums.size or sums[-1] <= 0:
-        return np.ones(count)
-    levels = (generator.permutation(count) + generator.random(count)) / count * sums[-1]
-    highest = max(bound for bound in bounds if isfinite(bound))
-    ends = np.log([min(max(bound, 1.0), 2.0 * highest) for bound in bounds])
-    drawn = np.interp(levels, np.append(0.0, sums), np.append(0.0, ends))
-    return np.asarray(np.exp(drawn), dtype=np.float64)
-
-
-def _quantile(buckets: dict[str, Windows], level: float) -> float:
-    """A quantile of a histogram, as Prometheus reckons it."""
-    bounds, sums = _cumulated(buckets)
-    if not sums.size or sums[-1] <= 0:
-        return 0.0
-    index = int(np.searchsorted(sums, level * sums[-1]))
-    if bounds[index] == inf:
-        return bounds[index - 1]
-    low, before = (bounds[index - 1], sums[index - 1]) if index else (0.0, 0.0)
-    return float(low + (bounds[index] - low) * (level * sums[-1] - before) / (sums[index] - before))
 
 
 def _without(load: ModelLoad, missing: Sequence[int] | np.ndarray, window_s: float) -> ModelLoad:

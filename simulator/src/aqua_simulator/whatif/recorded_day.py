@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from aqua_protocol.errors import ConfigError
-from aqua_simulator.serving.recordings import REQUEST_COLUMNS
+from aqua_simulator.serving.recordings import MOST_SECONDS, MOST_TOKENS, REQUEST_COLUMNS
 from aqua_simulator.serving.request import Arrival
 from aqua_simulator.whatif.cluster import InputFinding
 from aqua_simulator.whatif.step_fit import StepObservations
@@ -52,9 +52,6 @@ GAP_RATIO: Final = 20.0
 CLOCK_STEP_S: Final = 1.0
 """Seconds that a time may lie before that of the line above, as logs are written. Doubled, smaller
 steps of a clock pass."""
-
-MOST_TOKENS: Final = 10**8
-"""Of a prompt or an answer that can be: more is a broken line. Doubled, nothing changes."""
 
 CHUNK_LINES: Final = 1 << 15
 """Lines that are read at once. Doubled, text takes twice the memory, and no less time."""
@@ -330,6 +327,10 @@ def _chunks(path: Path) -> Iterator[tuple[list[str], int, list[list[str]]]]:
     with opener(path, "rt", newline="", encoding="utf-8-sig") as text:
         reader = csv.reader(text)
         header = [name.strip() for name in next(reader, [])]
+        if twice := [name for name, count in Counter(header).items() if name and count > 1]:
+            raise ConfigError(
+                f"{path}: the column {twice[0]} is there twice", remedy="Keep one of them."
+            )
         for what, columns in _NEEDED:
             if not set(REQUEST_COLUMNS[columns]) & set(header):
                 raise ConfigError(
@@ -381,6 +382,7 @@ def _numbers_of(
     known = np.isfinite(arrival_s) & np.isfinite(prompt) & np.isfinite(output)
     is_doubtful |= ~known | (prompt < 1) | (output < 0)
     is_doubtful |= (prompt > MOST_TOKENS) | (output > MOST_TOKENS)
+    is_doubtful |= np.abs(arrival_s) > MOST_SECONDS
     is_doubtful |= (first_s < arrival_s) | (last_s < first_s) | np.isinf(first_s) | np.isinf(last_s)
     # As in `_request`.
     is_whole = ~np.isnan(first_s) & ~np.isnan(last_s)
@@ -424,6 +426,8 @@ def _request(row: dict[str, str]) -> tuple[float, int, int, float, float]:
             raise ValueError(f"no {what}")
     if not 1 <= prompt <= MOST_TOKENS or not 0 <= output <= MOST_TOKENS:
         raise ValueError(f"{prompt:g} prompt and {output:g} output tokens")
+    if abs(arrival_s) > MOST_SECONDS:
+        raise ValueError(f"{arrival_s:g} is no time in seconds")
     first_s, last_s = found("first"), found("last")
     if isnan(first_s):
         first_s = arrival_s + found("ttft")
