@@ -17,6 +17,9 @@ from aqua_cli.distributions import disagreement, installed
 from aqua_protocol.findings import Finding, FindingLevel, Probe
 
 PROBES_GROUP: Final = "aqua.doctor"
+NARROWEST: Final = 60
+"""Letters of a line at least: in less no path or address can be copied. Doubled, lines are longer
+than a usual terminal is wide."""
 STYLES: Final = {
     FindingLevel.OK: "green",
     FindingLevel.WARN: "yellow",
@@ -86,9 +89,12 @@ def render(findings: Sequence[Finding]) -> None:
     from rich.text import Text
 
     table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for finding in findings:
         words = Text(finding.message)
         if finding.remedy:
             words.append(f"\n{finding.remedy}", "dim")
         table.add_row(Text(finding.level, STYLES[finding.level]), finding.check, words)
-    Console().print(table)
+    Console(width=max(NARROWEST, Console().width)).print(table)

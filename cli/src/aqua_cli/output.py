@@ -38,17 +38,20 @@ def say(text: str) -> None:
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table, the first column to the left and the others, numbers, to the right.
 
-    However narrow the terminal is, no word of the first column is cut: it may be an id to copy.
+    However narrow the terminal is, no word is cut, as it may be a number or an id to copy: lines
+    get longer than the terminal is wide.
     """
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    first, *others = columns
-    words = [word for row in rows for word in row[0].split()]
-    table.add_column(first, min_width=max(map(len, words), default=None))
-    for column in others:
-        table.add_column(column, justify="right")
+    width = 1
+    for index, column in enumerate(columns):
+        words = [word for text in (column, *(row[index] for row in rows)) for word in text.split()]
+        least = max(map(cell_len, words), default=0)
+        table.add_column(column, justify="right" if index else "left", min_width=least)
+        width += least + 3  # a line and two blanks
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    Console(width=max(width, Console().width)).print(table, crop=False)
