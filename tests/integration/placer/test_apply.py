@@ -214,9 +214,11 @@ def test_a_journal_belongs_to_one_plan_and_one_process_and_survives_a_cut(
     other = plan.model_copy(update={"plan_hash": "f" * 64})
     with pytest.raises(RolloutJournalError, match="is the journal of plan"):
         open_journal(path, other).__enter__()
-    path.write_text("no journal\n")
-    with pytest.raises(RolloutJournalError, match="not a journal"):
-        open_journal(path, plan).__enter__()
+    for text in ("no journal\n", "somebody's notes", "[" * 100_000 + "\n", '{"journal": 1}\nnot'):
+        path.write_text(text)
+        with pytest.raises(RolloutJournalError, match="not a journal"):
+            open_journal(path, plan).__enter__()
+        assert path.read_text() == text
 
 
 COMMAND: Final = [sys.executable, "-c", "from aqua_placer.cli import main; main()"]

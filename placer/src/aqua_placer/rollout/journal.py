@@ -24,6 +24,9 @@ from aqua_protocol.plan import Plan
 JOURNAL_VERSION: Final = 1
 """Fixed: the form of the file."""
 
+_BEGINNING: Final = b'{"journal": '
+"""Fixed, as that."""
+
 
 @dataclass
 class RolloutJournal:
@@ -88,27 +91,33 @@ def open_journal(path: Path, plan: Plan) -> Iterator[RolloutJournal]:
                 f"another process holds {path}", remedy="Wait for it, or end it."
             ) from error
         file.seek(0)
-        lines = file.read().split(b"\n")
-        cut_off = len(lines.pop())  # Empty, unless a write was cut off.
-        if cut_off:
-            file.truncate(file.seek(0, os.SEEK_END) - cut_off)
+        *lines, cut_off = file.read().split(b"\n")  # Empty, unless a write was cut off.
         journal = RolloutJournal(file)
         head = {"journal": JOURNAL_VERSION, "plan_hash": plan.plan_hash, "steps": len(plan.moves)}
         try:
             entries = [json.loads(line) for line in lines]
             written = {key: entries[0][key] for key in head} if entries else None
-        except (ValueError, KeyError, TypeError) as error:
-            raise RolloutJournalError(
-                f"{path} is not a journal of `aqua place apply`", remedy="Name another: --journal."
-            ) from error
-        if written is None:
-            journal._append(head)  # noqa: SLF001 - of this module
-        elif written != head:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise _no_journal(path) from error
+        if written is None and not cut_off.startswith(_BEGINNING[: len(cut_off)]):
+            raise _no_journal(path)
+        if written is not None and written != head:
             raise RolloutJournalError(
                 f"{path} is the journal of plan {str(written['plan_hash'])[:12]}, this is "
                 f"{plan.plan_hash[:12]}",
                 remedy="Go on with that plan, or name another file: --journal.",
             )
+        # Not before: a file that is none of this plan's journals stays as it is.
+        if cut_off:
+            file.truncate(file.seek(0, os.SEEK_END) - len(cut_off))
+        if written is None:
+            journal._append(head)  # noqa: SLF001 - of this module
         for entry in entries[1:]:
             journal._read(entry)  # noqa: SLF001 - of this module
         yield journal
+
+
+def _no_journal(path: Path) -> RolloutJournalError:
+    return RolloutJournalError(
+        f"{path} is not a journal of `aqua place apply`", remedy="Name another: --journal."
+    )
