@@ -206,6 +206,7 @@ def read_cluster(path: Path) -> tuple[Cluster, list[InputFinding]]:
     return cluster_of(listed, str(path))
 
 
+_PLAN: Final = "Make one with `aqua place solve FILE --output PLAN`."
 _FORM: Final = "docs/whatif.md has the form of a deployment list, and an example."
 
 
@@ -283,13 +284,11 @@ def read_plan(
     """
     try:
         plan = Plan.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        is_read = isinstance(error, ValidationError)
-        fault = first_fault(error, "the document") if is_read else error.strerror
-        raise ConfigError(
-            f"{path} is no plan: {fault}",
-            remedy="Make one with `aqua place solve FILE --output PLAN`.",
-        ) from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", remedy=_PLAN) from error
+    except ValidationError as error:
+        fault = first_fault(error, "the document")
+        raise ConfigError(f"{path} is no plan: {fault}", remedy=_PLAN) from error
     pairs = tuple((_stem(match.consumer), _stem(match.producer)) for match in plan.matches)
     if cluster is not None:
         names = {*cluster.engines, *(each.name for each in cluster.listed.lenders)}

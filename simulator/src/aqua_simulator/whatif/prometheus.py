@@ -142,8 +142,10 @@ class PrometheusSource:
         try:
             document: dict[str, Any] = answer.json()
             told = document.get("error", told)
+            if document["status"] != "success":
+                raise ValueError(told)
             series = []
-            for row in document["data"]["result"] if document["status"] == "success" else None:
+            for row in document["data"]["result"]:
                 values = np.full(value_count, nan)
                 for time_s, value in row["values"]:
                     index = round((float(time_s) - first_s) / step_s)
