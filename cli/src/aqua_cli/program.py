@@ -86,12 +86,13 @@ def command_of(app: typer.Typer, name: str) -> Any:  # noqa: ANN401 - Typer's cl
 def run(command: Any, name: str, args: Sequence[str]) -> int:  # noqa: ANN401 - as above
     """Run a command on `args`; returns the exit status instead of exiting."""
     as_json = "--json" in (args[: args.index("--")] if "--" in args else args)
+    if sys.stdout is None:  # As a shell's `>&-` leaves it.
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - until the end
     try:
         result = command.main(list(args), prog_name=name, standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes once more at its end, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_output()
         return ExitCode.FAILED
     except (KeyboardInterrupt, typer.Abort):
         result = ExitCode.INTERRUPTED
@@ -99,11 +100,22 @@ def run(command: Any, name: str, args: Sequence[str]) -> int:  # noqa: ANN401 - 
         if (report := _report_of(error)) is None:
             raise
         body, status = report
-        _tell(body, name, as_json=as_json)
+        try:
+            sys.stdout.flush()
+            _tell(body, name, as_json=as_json)
+            sys.stdout.flush()
+        except OSError:  # A full disk takes no error either.
+            _silence_output()
+            _tell(body, name, as_json=False)
         return status
     if result == ExitCode.INTERRUPTED:
         _tell(_body("interrupted", "interrupted"), name, as_json=as_json)
     return result if isinstance(result, int) else ExitCode.DONE
+
+
+def _silence_output() -> None:
+    """Python flushes standard output once more at its end, and would complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report_of(error: Exception) -> tuple[ErrorBody, int] | None:

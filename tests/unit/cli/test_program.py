@@ -174,3 +174,16 @@ def test_importing_it_loads_nothing_heavy() -> None:
         [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("where", "status"), [(">/dev/full", ExitCode.WRONG), (">&-", ExitCode.DONE)]
+)
+def test_an_output_that_takes_nothing_ends_without_a_trace(where: str, status: ExitCode) -> None:
+    command = f"{sys.executable} -c 'from aqua_cli.aqua import main; main()' doctor --json {where}"
+    done = subprocess.run(
+        ["/bin/sh", "-c", command], capture_output=True, text=True, timeout=HANG_S, check=False
+    )
+    assert "Traceback" not in done.stderr
+    assert done.returncode in {status, ExitCode.FAILED}
+    assert ("No space left" in done.stderr) == (where == ">/dev/full")
