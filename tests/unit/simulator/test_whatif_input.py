@@ -41,6 +41,11 @@ def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
         ("replicas: 1, replicas: 2", "", "'replicas' is there twice"),
         ("tp: 3", "", "32 heads of Llama-3.1-8B do not divide by tp 3"),
         ("tp: 4096", "", "do not divide"),
+        (
+            "replicas: 1",
+            "lenders: [{name: b, gpu: A100-80GB, spare_gb: 500}]",
+            "b has spare_gb 500, a A100-80GB has 8",
+        ),
     ],
 )
 def test_a_list_that_no_cluster_has_is_refused(

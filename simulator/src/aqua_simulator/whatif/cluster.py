@@ -216,7 +216,7 @@ def cluster_of(
     """The cluster of a list, without what the catalogue does not know.
 
     Raises:
-        ConfigError: Two of one name, or no model is known.
+        ConfigError: Two of one name, no model is known, or a GPU leaves more unused than it has.
     """
     names = Counter([one.name for one in listed.models] + [one.name for one in listed.lenders])
     if twice := [name for name, count in names.items() if count > 1]:
@@ -233,11 +233,18 @@ def cluster_of(
     lenders = []
     for lender in listed.lenders:
         try:
-            gpu_called(lender.gpu)
-            lenders.append(lender)
+            gpu = gpu_called(lender.gpu)
         except ConfigError as error:
             message = f"left out: {error.message}. {error.remedy or ''}".strip()
             findings.append(InputFinding("unknown GPU", f"{where}: {lender.name}", message))
+            continue
+        if lender.spare_gb * 1e9 > gpu.hbm_bytes:
+            raise ConfigError(
+                f"{where}: {lender.name} has spare_gb {lender.spare_gb:g}, a {gpu.name} has "
+                f"{gpu.hbm_bytes / 1e9:g} in all",
+                remedy="Give what each GPU leaves unused.",
+            )
+        lenders.append(lender)
     listed = listed.model_copy(update={"lenders": lenders})
     return Cluster(listed, engines, pairs), findings
 
