@@ -43,6 +43,11 @@ MOST: Final = 1e9
 """Of rates, factors, seconds and GB that are asked for: more is a slip too. Doubled, nothing
 changes."""
 
+
+def _amount(text: str, *names: str) -> Any:  # noqa: ANN401 - Typer's
+    return typer.Option(*names, help=text, min=0.0, max=MOST)
+
+
 FitFile = Annotated[
     Path | None,
     typer.Option("--fit", help="Fit file of `aqua-sim fit`; without it, the data sheet."),
@@ -158,28 +163,14 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
     process: Annotated[
         Process, typer.Option(help="Arrivals: the trace's own, or generated.")
     ] = Process.TRACE,
-    rate_per_s: Annotated[
-        float, typer.Option("--rate", help="Requests per second.", min=0.0, max=MOST)
-    ] = 1.0,
+    rate_per_s: Annotated[float, _amount("Requests per second.", "--rate")] = 1.0,
     count: Annotated[int, typer.Option("--requests", help="Generated requests.", min=1)] = 1000,
-    variation: Annotated[
-        float, typer.Option(help="Gap variation of `gamma`.", min=0.0, max=MOST)
-    ] = 2.0,
-    on_s: Annotated[
-        float, typer.Option(help="ON phase of `on-off`, seconds.", min=0.0, max=MOST)
-    ] = 60.0,
-    off_s: Annotated[
-        float, typer.Option(help="OFF phase of `on-off`, seconds.", min=0.0, max=MOST)
-    ] = 60.0,
-    burst_factor: Annotated[
-        float, typer.Option(help="Rate factor of `burst`.", min=0.0, max=MOST)
-    ] = 2.0,
-    burst_start_s: Annotated[
-        float, typer.Option(help="Start of the burst, seconds.", min=0.0, max=MOST)
-    ] = 60.0,
-    burst_length_s: Annotated[
-        float, typer.Option(help="Length of the burst, seconds.", min=0.0, max=MOST)
-    ] = 60.0,
+    variation: Annotated[float, _amount("Gap variation of `gamma`.")] = 2.0,
+    on_s: Annotated[float, _amount("ON phase of `on-off`, seconds.")] = 60.0,
+    off_s: Annotated[float, _amount("OFF phase of `on-off`, seconds.")] = 60.0,
+    burst_factor: Annotated[float, _amount("Rate factor of `burst`.")] = 2.0,
+    burst_start_s: Annotated[float, _amount("Start of the burst, seconds.")] = 60.0,
+    burst_length_s: Annotated[float, _amount("Length of the burst, seconds.")] = 60.0,
     memory_share: Annotated[
         float, typer.Option(help="Share of HBM for weights and KV cache.", min=0.1, max=1.0)
     ] = 0.9,
@@ -187,9 +178,7 @@ def run(  # noqa: PLR0917 - Typer hands options over by name
     page_to: Annotated[
         str, typer.Option(help="Where preempted requests go: none, dram or peer.")
     ] = "none",
-    page_gb: Annotated[
-        float, typer.Option(help="Size of the page store, GB.", min=0.0, max=MOST)
-    ] = 64.0,
+    page_gb: Annotated[float, _amount("Size of the page store, GB.")] = 64.0,
     copies_overlap: Annotated[
         bool,
         typer.Option("--copies-overlap/--copies-on-top", help="Copies hide behind computation."),

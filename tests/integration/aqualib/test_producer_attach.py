@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from aqua_protocol import TransportError
+from aqua_protocol import TransportError, UnavailableError
 from aqua_protocol.channel import MAX_SLABS_PER_PACKET
 from aqualib.transports.memfd import MemfdTransport
 from harness.bounds import HANG_S
@@ -264,3 +264,13 @@ def test_a_process_that_may_have_no_more_threads_refuses_instead_of_falling_sile
     assert producer.free_bytes == 8 * SLAB
     with RawConsumer(producer.endpoint) as consumer:
         assert len(consumer.attach(issuer.token(8 * SLAB))) == 8
+
+
+@pytest.mark.parametrize("key", ["not base64!", "k\u00e9y="])
+def test_a_key_that_is_none_changes_nothing(
+    producer: Producer, issuer: TokenIssuer, key: str
+) -> None:
+    with pytest.raises(UnavailableError, match="not base64"):
+        producer.acknowledge(issuer.ack().model_copy(update={"capability_key": key}))
+    with RawConsumer(producer.endpoint) as consumer:
+        assert list(consumer.attach(issuer.token(SLAB)))

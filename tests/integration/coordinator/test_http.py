@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import AsyncMock
 
@@ -125,12 +126,21 @@ async def test_a_heartbeat_carries_many_members_and_a_bad_one_spoils_no_other(
     assert len(ack.consumers) == 1
 
 
+def break_steps(
+    monkeypatch: pytest.MonkeyPatch, service: Service, steps: Sequence[str], error: Exception
+) -> AsyncMock:
+    """Have steps of the books fail; what counts their calls."""
+    broken = AsyncMock(side_effect=error)
+    for step in steps:
+        monkeypatch.setattr(service.services.ledger, step, broken)
+    return broken
+
+
 async def test_a_heartbeat_without_a_store_fails_as_a_whole(
     http: httpx.AsyncClient, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    absent = AsyncMock(side_effect=StoreUnavailableError("absent"))
-    for step in ("report_producer", "report_consumer"):
-        monkeypatch.setattr(service.services.ledger, step, absent)
+    steps = ("report_producer", "report_consumer")
+    absent = break_steps(monkeypatch, service, steps, StoreUnavailableError("absent"))
     body = {
         "producers": [as_json(PaperProducer().report())],
         "consumers": [as_json(PaperConsumer().report())],
@@ -184,9 +194,7 @@ async def test_metrics_show_the_books_and_the_requests(http: httpx.AsyncClient) 
 async def test_a_mistake_of_ours_is_answered_and_counted_on_both_ways(
     http: httpx.AsyncClient, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mistaken = AsyncMock(side_effect=AssertionError("a mistake"))
-    for step in ("reclaims", "report_producer"):
-        monkeypatch.setattr(service.services.ledger, step, mistaken)
+    break_steps(monkeypatch, service, ("reclaims", "report_producer"), AssertionError("a mistake"))
     answers = [
         await http.get("/v1/reclaims"),
         await http.put("/v1/producers/producer", json=as_json(PaperProducer().report())),

@@ -14,7 +14,6 @@ first, so that two growing threads do not make the same slabs twice.
 from __future__ import annotations
 
 import base64
-import binascii
 import logging
 import os
 import secrets
@@ -337,7 +336,7 @@ class Producer:
         """
         try:
             key = base64.b64decode(ack.capability_key, validate=True)
-        except binascii.Error as error:
+        except ValueError as error:  # Of other than ASCII it is no `binascii.Error`.
             raise UnavailableError("the coordinator sent a key that is not base64") from error
         now_s = time.monotonic()
         with self._lock:

@@ -46,8 +46,8 @@ it is off more is fitted worse; doubled, what a busy day tells of tokens is lost
 
 ALIKE: Final = 300.0
 """Observations whose errors, being alike, tell as much of that number as its spread does. Doubled,
-tokens of engines that are overloaded all day are found some percent further off; without, 4.7 times
-what they take."""
+tokens of an engine that is overloaded all day are found 17 % off where they were 2; without, 4.7
+times what they take."""
 
 KIND_SPREAD: Final = 1.0
 """Of a coefficient, by which it may be off the data sheet otherwise than the one of its kind.
