@@ -36,6 +36,7 @@ from aqua_batch.service.rows.database import Database
 from aqua_batch.service.rows.file_rows import doomed_files, drop_files
 from aqua_batch.service.rows.request_rows import free_dead_workers
 from aqua_batch.service.wire import BatchLineError
+from aqua_protocol.errors import StoreUnavailableError
 from aqua_protocol.supervision import SupervisedTask, resting
 
 log = structlog.get_logger(__name__)
@@ -43,6 +44,9 @@ log = structlog.get_logger(__name__)
 SWEEP_S: Final = 0.5
 """Seconds between sweeps. Doubled, what a dead worker had is taken up half a second later."""
 
+MOST_READS: Final = 3
+"""Claims after which an input that the reader did not foresee fails its batch. Doubled, such an
+input holds the loop up three times more, and what a passing fault hits has as many more tries."""
 
 MOST_SERVED: Final = 100
 """Tenants whose turn is remembered; others come first. Doubled, each look for a batch takes a tenth
@@ -124,19 +128,27 @@ class Upkeep:
         try:
             if await reader.read(self._database, self._now_s):
                 self._ranks.put(batch, reader.good_count)
+        except StoreUnavailableError:
+            raise
         except MissingObjectError:
-            fault = BatchLineError(
-                code="input_lost",
-                message="The store of files has lost the input",
-                param="input_file_id",
-            )
-
-            def fail(connection: Connection) -> None:
-                if holds(connection, batch):
-                    fail_batch(connection, batch, [fault.model_dump()], self._now_s())
-
-            await self._database.write(fail)
+            await self._fail(batch, "input_lost", "The store of files has lost the input")
+        except Exception as error:
+            # What a tenant sends must not keep the loop from the batches of others for ever.
+            if batch.generation < MOST_READS:
+                raise
+            log.warning("input cannot be read", batch=batch.batch_id, error=type(error).__name__)
+            message = "The service could not read the input; please report it to its operator"
+            await self._fail(batch, "input_unreadable", message)
         self._dispatcher.look()
+
+    async def _fail(self, batch: BatchJob, code: str, message: str) -> None:
+        fault = BatchLineError(code=code, message=message, param="input_file_id")
+
+        def fail(connection: Connection) -> None:
+            if holds(connection, batch):
+                fail_batch(connection, batch, [fault.model_dump()], self._now_s())
+
+        await self._database.write(fail)
 
     async def _sweep(self) -> None:
         while True:
