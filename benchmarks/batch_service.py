@@ -7,7 +7,7 @@ for a request, which other work moves less. Then the service's own peak memory w
 file of 200 MB is uploaded, read and ordered, and while it accepts jobs of 50,000 requests and runs
 some of them.
 
-    python benchmarks/batch_service.py --json
+    python benchmarks/batch_service.py --services 2 --json
     python benchmarks/batch_service.py --postgres postgresql+psycopg://user@/name?host=/run/postgresql
 """
 
@@ -144,11 +144,12 @@ def main(
     requests: Annotated[int, typer.Option(help="Of the run that is timed.")] = 5000,
     jobs: Annotated[int, typer.Option(help="Of 50,000 requests each.")] = 20,
     megabytes: Annotated[int, typer.Option(help="Of the large file.")] = 200,
+    services: Annotated[int, typer.Option(min=1, help="Over one database, in the timed run.")] = 1,
     postgres: Annotated[str, typer.Option(help="URL of an empty PostgreSQL.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,  # noqa: FBT002 - Typer's
 ) -> None:
     """Print shares, peak memory and jobs accepted."""
-    found: dict[str, Any] = {"requests": requests}
+    found: dict[str, Any] = {"requests": requests, "services": services}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         child = stack.enter_context(process(__file__, "engine"))
@@ -160,10 +161,12 @@ def main(
             if name == "postgresql" and not database:
                 continue
             alone = asyncio.run(bare(url, requests))
-            with service(folder / name, url, database) as (client, pid):
-                began_s = cpu_s(pid)
-                batch, took_s = run(client, source)
-                used_s = cpu_s(pid) - began_s
+            with ExitStack() as started:
+                place = (folder / name, url, database)
+                all_of_them = [started.enter_context(service(*place)) for _ in range(services)]
+                began_s = sum(cpu_s(pid) for _, pid in all_of_them)
+                batch, took_s = run(all_of_them[0][0], source)
+                used_s = sum(cpu_s(pid) for _, pid in all_of_them) - began_s
             found[name] = {
                 "status": batch.status,
                 "bare_per_s": alone,

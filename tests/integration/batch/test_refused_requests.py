@@ -56,6 +56,14 @@ def test_a_url_that_names_nothing_is_refused(http: httpx.Client, path: str) -> N
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("method", ["DELETE", "HEAD", "OPTIONS", "TRACE"])
+def test_a_method_that_a_url_does_not_have_is_refused(http: httpx.Client, method: str) -> None:
+    answer = http.request(method, "/v1/batches")
+    assert answer.status_code == 404
+    if method != "HEAD":
+        assert answer.json()["error"]["code"] == "not_served"
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

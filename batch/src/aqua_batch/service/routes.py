@@ -394,7 +394,9 @@ async def progress(services: ServicesDep, scope: Scope) -> BatchSummary:
     return await services.database.read(tell)
 
 
-@rest.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+@rest.api_route(
+    "/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE"]
+)
 async def refuse(path: str, request: Request) -> None:
     """Refuse what is not served."""
     parts = path.split("/")
