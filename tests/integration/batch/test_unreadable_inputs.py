@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import pytest
 import pytest_asyncio
 
+from aqua_batch.records import numbered_lines
 from aqua_batch.service.app import BatchService
-from aqua_batch.service.files.lines import InputReader, _Chunk
+from aqua_batch.service.files import lines
 from aqua_batch.service.settings import load_batch_settings
 from aqua_protocol.errors import StoreUnavailableError
 from harness.batch_service import chat_line
 from harness.faults import UnforeseenError
 
-POISON = "poison"
+POISON = b"poison"
 
 
 @pytest_asyncio.fixture
@@ -54,18 +55,18 @@ async def _read(client: httpx.AsyncClient, batch: str) -> dict[str, Any]:
 
 
 def _plant(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[int]:
-    """Have the reader raise at a poisoned line; gives the reads so far."""
-    place = InputReader._place
+    """Have reading raise at a poisoned line four times; gives the reads of it so far."""
     reads: list[int] = []
 
-    def placing(reader: InputReader, chunk: _Chunk, line: int, start: int, raw: bytes) -> None:
-        if POISON.encode() in raw:
-            reads.append(line)
-            if len(reads) <= 4:
-                raise error
-        place(reader, chunk, line, start, raw)
+    def reading(file: IO[bytes]) -> Iterator[tuple[int, int, bytes | None]]:
+        for number, start, raw in numbered_lines(file):
+            if POISON in (raw or b""):
+                reads.append(number)
+                if len(reads) <= 4:
+                    raise error
+            yield number, start, raw
 
-    monkeypatch.setattr(InputReader, "_place", placing)
+    monkeypatch.setattr(lines, "numbered_lines", reading)
     return reads
 
 
@@ -73,7 +74,7 @@ async def test_a_batch_whose_input_crashes_the_reader_fails_and_others_run(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = _plant(monkeypatch, UnforeseenError("of a kind that nobody thought of"))
-    poisoned, good = await _submit(client, POISON), await _submit(client, "good")
+    poisoned, good = await _submit(client, POISON.decode()), await _submit(client, "good")
     failed = await _read(client, poisoned)
     assert failed["status"] == "failed"
     assert [each["code"] for each in failed["errors"]["data"]] == ["input_unreadable"]
@@ -85,5 +86,5 @@ async def test_a_store_that_fails_for_a_while_fails_no_batch(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = _plant(monkeypatch, StoreUnavailableError("the store of files fails"))
-    assert (await _read(client, await _submit(client, POISON)))["status"] == "in_progress"
+    assert (await _read(client, await _submit(client, POISON.decode())))["status"] == "in_progress"
     assert len(reads) == 5
