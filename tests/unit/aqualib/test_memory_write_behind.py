@@ -69,6 +69,18 @@ def test_a_reclaim_of_what_was_copied_before_copies_nothing_and_goes_to_no_other
     assert isinstance(store.pick(), Promotion), "there is room at another lender, in its own time"
 
 
+def test_what_was_written_on_a_peer_is_no_matter_any_more_once_it_is_in_host_memory(
+    store: PaperStore,
+) -> None:
+    frame = written(store, 0)
+    store.ask(frame)
+    move = store.pick()
+    assert isinstance(move, Drain)
+    store.table.arrived(move)
+    assert not frame.written, "a pin for writing would have it copied ahead for ever"
+    store.table.audit()
+
+
 def test_what_is_written_while_it_is_copied_counts_as_not_copied(store: PaperStore) -> None:
     frame = written(store, 0)
     move = begun(store)

@@ -245,7 +245,6 @@ class FrameTable:
         """The bytes are in the new place, and the old one, if a peer's, is unmapped."""
         frame = move.frame
         if isinstance(move, Promotion):
-            frame.written = 0
             self.stats.promoted_bytes += frame.used_bytes
         else:
             self._forget(move.source)
@@ -328,6 +327,8 @@ class FrameTable:
             if frame.is_on_peer:
                 assert frame.peer is not None, frame
                 assert self.under[frame.peer] is frame, frame
+            else:
+                assert not frame.written, frame
         for frame in self.closing:
             assert frame.is_moving, frame
         for frame in self.unsaved:
@@ -348,6 +349,7 @@ class FrameTable:
         else:
             self.at_home.pop(frame, None)
         if not frame.is_on_peer:
+            frame.written = 0
             self.unsaved.pop(frame, None)
 
     def _close_gate(self, frame: Frame, target: PeerSlab | None) -> None:
