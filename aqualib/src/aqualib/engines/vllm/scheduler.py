@@ -368,11 +368,11 @@ class AquaScheduler(EvictionScheduler):
                 self._policy.admitted(name)
         # Where classes share the engine, each step is put in order before vLLM's loop.
         if entered and self.co_serving is None:
-            prompts = [r for r in running if r.num_computed_tokens < r.num_prompt_tokens]
-            if prompts:
-                at = running.index(prompts[0])
-                decodes = [r for r in running[at:] if r.num_computed_tokens >= r.num_prompt_tokens]
-                running[at:] = decodes + prompts
+            # Of those that ran before, the prompts stand last.
+            at = min(known_count, len(running))
+            while at and _is_prompt(running[at - 1]):
+                at -= 1
+            running[at:] = sorted(running[at:], key=_is_prompt)
 
     def _wait_again(self, failed: Collection[str]) -> None:
         """Queue requests that hold nothing after a failed load with those that wait for memory.
@@ -440,6 +440,11 @@ class _RemainingBlocks(dict[Any, int]):
     def __missing__(self, request: Any) -> int:
         count = self[request] = self._count(request)
         return count
+
+
+def _is_prompt(request: Any) -> bool:
+    """Whether a running request has still to compute its prompt."""
+    return bool(request.num_computed_tokens < request.num_prompt_tokens)
 
 
 def _has_begun(request: Any) -> bool:
