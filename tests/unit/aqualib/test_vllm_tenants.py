@@ -36,8 +36,13 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def through(content: object, options: dict[str, Any], **headers: str) -> Any:  # noqa: ANN401 - JSON
-    """What vLLM gets of a request."""
+def through(
+    content: object,
+    options: dict[str, Any],
+    *more: tuple[str, str | bytes],
+    **headers: str,
+) -> Any:  # noqa: ANN401 - JSON
+    """What vLLM gets of a request; `more` headers come behind the others."""
     transfer = SimpleNamespace(kv_connector=CONNECTOR, kv_connector_extra_config=options)
     config = SimpleNamespace(kv_transfer_config=transfer, additional_config=None)
     state = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=config))
@@ -52,7 +57,8 @@ def through(content: object, options: dict[str, Any], **headers: str) -> Any:  #
             named = {name.replace("_", "-"): value for name, value in headers.items()}
             kind = {"content-type": "application/json"}
             body = content if isinstance(content, bytes) else json.dumps(content).encode()
-            answer = await http.post("/v1/completions", content=body, headers=kind | named)
+            sent: Any = [*(kind | named).items(), *more]
+            answer = await http.post("/v1/completions", content=body, headers=sent)
             return answer.content
 
     answer = asyncio.run(ask())
@@ -65,6 +71,12 @@ SHARING: dict[str, Any] = {"tenants": {}}
 def test_a_header_names_the_tenant() -> None:
     got = through({"prompt": "a"}, SHARING, x_aqua_tenant="team-a")
     assert got == {"prompt": "a", "vllm_xargs": {"aqua_tenant": "team-a"}}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_a_header_names_a_tenant_in_any_letters(encoding: str) -> None:
+    got = through({}, SHARING, ("x-aqua-tenant", "Müller".encode(encoding)))
+    assert got["vllm_xargs"] == {"aqua_tenant": "Müller"}
 
 
 def test_llm_ds_fairness_id_is_a_tenant() -> None:
@@ -88,6 +100,41 @@ def test_a_key_is_shown_by_its_digest_only_and_no_claim_counts_against_it() -> N
     assert got["vllm_xargs"] == {"aqua_tenant": key_name(KEY)}
     assert KEY not in str(got)
     assert through(claim, options)["vllm_xargs"] == {}, "without a key it is nobody's"
+
+
+@pytest.mark.parametrize(
+    ("more", "headers"),
+    [
+        ([], {"content_type": "Application/JSON; charset=utf-8"}),
+        ([("content-type", "text/plain")], {}),
+        ([("authorization", "Bearer made-up")], {}),
+    ],
+)
+def test_headers_are_read_as_vllm_reads_them_so_none_hides_whose_a_request_is(
+    more: list[tuple[str, str]], headers: dict[str, str]
+) -> None:
+    options = {**SHARING, "tenant_sources": ["api_key"]}
+    claim = {"vllm_xargs": {"aqua_tenant": "claimed"}}
+    got = through(claim, options, *more, authorization=f"Bearer {KEY}", **headers)
+    assert got["vllm_xargs"] == {"aqua_tenant": key_name(KEY)}
+
+
+def test_a_claim_counts_for_nothing_where_headers_alone_do() -> None:
+    options = {**SHARING, "tenant_sources": ["header"]}
+    assert through({"vllm_xargs": {"aqua_tenant": "claimed"}}, options) == {"vllm_xargs": {}}
+
+
+def test_sampling_parameters_of_token_ids_say_whose_they_are_likewise() -> None:
+    options = {**SHARING, "tenant_sources": ["header"]}
+    claim = {"sampling_params": {"extra_args": {"aqua_tenant": "claimed", "n": 1}}}
+    got = through(claim, options, x_aqua_tenant="gateway")
+    assert got["sampling_params"] == {"extra_args": {"aqua_tenant": "gateway", "n": 1}}
+    assert through(claim, options) == {"sampling_params": {"extra_args": {"n": 1}}}
+
+
+def test_a_body_that_is_nested_too_deeply_is_refused() -> None:
+    answer = through(b"[" * 100_000, SHARING, x_aqua_tenant="team-a")
+    assert json.loads(answer)["code"] == "request_invalid"
 
 
 @pytest.mark.parametrize(

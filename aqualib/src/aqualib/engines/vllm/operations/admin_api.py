@@ -70,6 +70,12 @@ MAX_REQUEST_BYTES: Final = 256 * 1024 * 1024
 """Of a prompt with its images, where its tenant or class has to be written into it; longer ones are
 refused. Doubled, a caller can make the server hold twice as much."""
 
+FIRST: Final = 0
+"""Of several headers of one name, that which vLLM goes by."""
+
+LAST: Final = -1
+"""Of several, that which a gateway adds to its client's."""
+
 ROUTES: Final = {
     "switches": {"GET": "read-switches", "PATCH": "change-switches"},
     "tenants": {"GET": "read-tenants"},
@@ -120,7 +126,8 @@ class AquaMiddleware:
 
     async def _with_xargs(self, scope: Scope, receive: Receive) -> tuple[Scope, Receive]:
         """Have a request say whose it is and how it is served, where its body does not."""
-        is_json = header_of(scope, b"content-type").startswith("application/json")
+        kind = header_of(scope, b"content-type", at=FIRST).lower()
+        is_json = kind.startswith("application/json")
         if scope["method"] != "POST" or not is_json:
             return scope, receive
         if self._options is None:
@@ -131,11 +138,14 @@ class AquaMiddleware:
             filter(None, (header_of(scope, name.encode()) for name in options.tenant_headers)), ""
         )
         has_tenant = (header and TenantSource.HEADER in sources) or TenantSource.API_KEY in sources
+        # Where a body's word does not count, it must not reach the scheduler.
+        if TenantSource.HEADER in sources and TenantSource.XARGS not in sources:
+            has_tenant = True
         if not has_tenant and options.co_serving is None:
             return scope, receive
         body = await body_of(receive, MAX_REQUEST_BYTES)
         if has_tenant:
-            key = header_of(scope, b"authorization").partition(" ")[2]
+            key = header_of(scope, b"authorization", at=FIRST).partition(" ")[2]
             body = with_tenant(body, sources, header=header, api_key=key)
         if options.co_serving is not None:
             body = with_class(body, header_of(scope, HEADER.encode()))
@@ -174,10 +184,15 @@ async def body_of(receive: Receive, max_bytes: int) -> bytes:
             return b"".join(parts)
 
 
-def header_of(scope: Scope, name: bytes) -> str:
-    """A header's value, the last where there are several; empty if there is none."""
-    values = [value for key, value in scope["headers"] if key == name]
-    return values[-1].decode("latin-1").strip() if values else ""
+def header_of(scope: Scope, name: bytes, *, at: int = LAST) -> str:
+    """A header's value, by default the last of several; empty if there is none."""
+    values: list[bytes] = [value for key, value in scope["headers"] if key == name]
+    if not values:
+        return ""
+    try:
+        return values[at].decode().strip()
+    except UnicodeDecodeError:
+        return values[at].decode("latin-1").strip()
 
 
 def _with_body(scope: Scope, receive: Receive, body: bytes) -> tuple[Scope, Receive]:
@@ -209,7 +224,7 @@ def _object_in(body: bytes) -> dict[str, Any]:
         return {}
     try:
         given = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestInvalidError(f"the body is not JSON: {error}") from error
     if not isinstance(given, dict):
         raise RequestInvalidError("the body is not a JSON object")

@@ -1,7 +1,8 @@
 """What the middleware writes into the body of a request on its way to vLLM.
 
-vLLM passes a request's `vllm_xargs` on to its scheduler, through whatever processes there are. So
-what a header says, and the scheduler is to know, is written there.
+vLLM passes a request's `vllm_xargs` on to its scheduler, through whatever processes there are, and
+at its token-in, token-out API the `extra_args` of its `sampling_params`. So what a header says, and
+the scheduler is to know, is written there.
 """
 
 from __future__ import annotations
@@ -10,31 +11,51 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from aqua_protocol.errors import RequestInvalidError
 
-def with_xarg(
-    body: bytes, name: str, choose: Callable[[Mapping[str, Any], object], object]
-) -> bytes:
-    """A request's body with one of its `vllm_xargs` as chosen, as JSON.
+Choose = Callable[[Mapping[str, Any], object], object]
+"""Given a request's content and an argument in it, or None, the argument to send on; None drops."""
+
+
+def with_xarg(body: bytes, name: str, choose: Choose) -> bytes:
+    """A request's body with one of its arguments for the scheduler as chosen, as JSON.
 
     What is not a JSON object is returned as it is: vLLM says what is wrong with it.
 
     Args:
         body: As the client sent it.
         name: Of the argument.
-        choose: Given the content and the argument in it, or None, gives the argument to send on;
-            nothing of it for None.
+        choose: Says what it is to be.
+
+    Raises:
+        RequestInvalidError: It is nested deeper than JSON is read here.
     """
-    try:
-        content = json.loads(body)
-    except ValueError:
-        return body
+    content = _read(body)
     if not isinstance(content, dict):
         return body
-    given = content.get("vllm_xargs")
+    _choose(content, "vllm_xargs", name, content, choose)
+    params = content.get("sampling_params")
+    if isinstance(params, dict):
+        _choose(params, "extra_args", name, content, choose)
+    return json.dumps(content).encode()
+
+
+def _choose(
+    holder: dict[str, Any], field: str, name: str, content: Mapping[str, Any], choose: Choose
+) -> None:
+    given = holder.get(field)
     xargs = dict(given) if isinstance(given, Mapping) else {}
     chosen = choose(content, xargs.pop(name, None))
     if chosen is not None:
         xargs[name] = chosen
     if xargs or given:
-        content["vllm_xargs"] = xargs
-    return json.dumps(content).encode()
+        holder[field] = xargs
+
+
+def _read(body: bytes) -> object:
+    try:
+        return json.loads(body)
+    except RecursionError as error:
+        raise RequestInvalidError("the body is nested too deeply") from error
+    except ValueError:
+        return None
