@@ -13,6 +13,10 @@ IDS = [
     "0_chatcmpl-theirs-0a1b2c3f",
     "1_chatcmpl-theirs-0a1b2c40",
     "minecraft-0a1b2c41",
+    "cmpl-mine-2-0-0a1b2c42",
+    "chatcmpl-theirs-2-0a1b2c43",
+    "generate-tokens-ids-0a1b2c44",
+    "resp_parts_1-0a1b2c45",
 ]
 
 
@@ -24,6 +28,11 @@ IDS = [
         ("cmpl-mine-1", IDS[1:2]),
         ("theirs", IDS[2:4]),
         ("chatcmpl-theirs", IDS[2:4]),
+        ("mine-2", IDS[5:6]),
+        ("theirs-2", IDS[6:7]),
+        ("chatcmpl-theirs-2", IDS[6:7]),
+        ("ids", IDS[7:8]),
+        ("resp_parts", IDS[8:]),
         (IDS[0], IDS[:1]),
         ("min", []),
         (".*", []),

@@ -45,10 +45,15 @@ class EvictionRequest(BaseModel):
 def ids_of(name: str, ids: Collection[str]) -> list[str]:
     """Ids of a request that its client, or vLLM, knows by a name: several if it asked for several.
 
-    The server writes the kind of request before it and a number behind it, several answers get a
-    number before that, and vLLM makes ids unique at their end.
+    The server writes the kind of request before it, and behind it a number for each prompt of a
+    completion or each part of another. Several answers get a number before all that, and vLLM makes
+    ids unique at their end. What else begins with the name is another's.
     """
     if name in ids:
         return [name]
-    pattern = re.compile(rf"(\d+_)?(cmpl-|chatcmpl-)?{re.escape(name)}(-.+)?")
+    called = re.escape(name)
+    pattern = re.compile(
+        rf"(\d+_)?((?=cmpl-)(cmpl-)?{called}(-\d+)?|((chatcmpl|generate-tokens)-)?{called}(_\d+)?)"
+        r"(-[0-9a-f]{8})?"
+    )
     return [each for each in ids if pattern.fullmatch(each)]
