@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from math import inf
+
 import pytest
 
 from aqua_protocol.errors import ConfigError
@@ -24,6 +27,7 @@ from aqua_schedulers.conserve import (
 )
 from aqua_schedulers.conserve.checkpoints import CheckpointRamp, CopyBudget
 from aqua_schedulers.conserve.offline_queue import OfflineQueue, is_due
+from aqua_schedulers.conserve.profile import MAX_TERM_S
 
 PROFILE = StepTimeProfile(
     model="m",
@@ -65,6 +69,22 @@ def test_a_profile_needs_steps_and_its_own_format() -> None:
         fitted_profile([], model="m", engine="e", gpu="g")
     with pytest.raises(ConfigError, match="not a step-time profile"):
         StepTimeProfile.parse('{"format": 2}')
+
+
+@pytest.mark.parametrize("field", ["floor_s", "token_s", "pair_s", "request_s", "relative_error"])
+@pytest.mark.parametrize("number", ["NaN", "1e999", "-1e-9"])
+def test_a_profile_of_no_times_is_none(field: str, number: str) -> None:
+    text = json.dumps({**PROFILE.model_dump(), field: "?"}).replace('"?"', number)
+    with pytest.raises(ConfigError, match="not a step-time profile"):
+        StepTimeProfile.parse(text)
+
+
+def test_a_step_of_the_slowest_profile_takes_a_number_of_seconds() -> None:
+    given = PROFILE.model_dump() | {"floor_s": 1e60, "exponent": 8.0}
+    with pytest.raises(ConfigError, match="less than or equal"):
+        StepTimeProfile.parse(json.dumps(given))
+    slowest = PROFILE.model_copy(update={"token_s": MAX_TERM_S, "exponent": 8.0})
+    assert slowest.seconds(StepLoad(1 << 24)) < inf
 
 
 def test_a_chunk_is_the_largest_that_keeps_to_the_limit() -> None:

@@ -29,6 +29,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from aqua_protocol.errors import ConfigError
 
+MAX_TERM_S: Final = 3600.0
+"""No step takes so long: what says so was not measured. Raised to the highest exponent, times of so
+many tokens as memory holds are numbers still. Doubled, as good."""
+
 
 class StepLoad(NamedTuple):
     """What a step computes.
@@ -79,18 +83,18 @@ class StepTimeProfile(BaseModel):
         relative_error: The 95th percentile of |predicted / measured - 1|.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     format: Literal[1] = 1
     model: str
     engine: str
     gpu: str
-    floor_s: float = Field(gt=0.0)
-    token_s: float = Field(gt=0.0)
+    floor_s: float = Field(gt=0.0, le=MAX_TERM_S)
+    token_s: float = Field(gt=0.0, le=MAX_TERM_S)
     exponent: float = Field(default=1.0, ge=1.0, le=8.0)
-    context_token_s: float = Field(default=0.0, ge=0.0)
-    pair_s: float = Field(default=0.0, ge=0.0)
-    request_s: float = Field(default=0.0, ge=0.0)
+    context_token_s: float = Field(default=0.0, ge=0.0, le=MAX_TERM_S)
+    pair_s: float = Field(default=0.0, ge=0.0, le=MAX_TERM_S)
+    request_s: float = Field(default=0.0, ge=0.0, le=MAX_TERM_S)
     max_tokens: int = Field(ge=1)
     relative_error: float = Field(default=0.0, ge=0.0)
 
