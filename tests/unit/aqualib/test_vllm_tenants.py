@@ -79,6 +79,11 @@ def test_a_header_names_a_tenant_in_any_letters(encoding: str) -> None:
     assert got["vllm_xargs"] == {"aqua_tenant": "Müller"}
 
 
+def test_a_header_is_named_in_any_case() -> None:
+    got = through({}, {**SHARING, "tenant_headers": ["X-Team"]}, x_team="a")
+    assert got["vllm_xargs"] == {"aqua_tenant": "a"}
+
+
 def test_llm_ds_fairness_id_is_a_tenant() -> None:
     got = through({"vllm_xargs": {"n": 1}}, SHARING, x_llm_d_inference_fairness_id="team-a")
     assert got["vllm_xargs"] == {"n": 1, "aqua_tenant": "team-a"}

@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from aqua_protocol import ConfigError
 from aqua_protocol.profile import ModelProfile, ProfileKind
@@ -49,6 +49,9 @@ while memory comes back. Doubled, fewer of them wait for a reclaim, and less is 
 GRANULARITY_TOKENS: Final = 16
 """Lead at which a decode gives way to one that waits, in tokens, by measurement: what fair shares
 cost a step of 256 requests. Doubled, half as much is paged, and turns are longer."""
+
+HeaderName = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True, to_lower=True)]
+"""Of HTTP, in any case; a server has them in lower case."""
 
 
 class PagingMode(StrEnum):
@@ -279,7 +282,7 @@ class AquaOptions(FairSettings):
         default=(TenantSource.HEADER, TenantSource.XARGS, TenantSource.LORA),
         description="Where a request says whose it is; the first that does counts.",
     )
-    tenant_headers: tuple[str, ...] = Field(
+    tenant_headers: tuple[HeaderName, ...] = Field(
         default=(
             "x-aqua-tenant",
             "x-llm-d-inference-fairness-id",
