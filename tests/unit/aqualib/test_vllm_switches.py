@@ -69,12 +69,15 @@ class OlderCore:
         return (await self._core.call_utility_all_async(method, *arguments))[0]
 
 
-class StockCore:
-    """An engine under vLLM's own scheduler."""
+class FailingCore:
+    """An engine that cannot be asked, for a reason of vLLM's."""
 
-    async def call_utility_all_async(self, method: str, *_: object) -> list[object]:
-        """Fail as vLLM does."""
-        raise RuntimeError(f"Call to {method} method failed: 'Scheduler' object is not callable")
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    async def call_utility_all_async(self, *_: object) -> list[object]:
+        """Fail."""
+        raise self._error
 
 
 async def server(scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,7 +89,7 @@ async def server(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def call(
-    core: Core | OlderCore | StockCore,
+    core: Core | OlderCore | FailingCore,
     method: str,
     path: str,
     body: object = None,
@@ -200,9 +203,22 @@ def test_an_engine_without_an_admin_token_refuses_every_call(
 
 
 def test_another_scheduler_is_named_as_what_is_missing() -> None:
-    refused = call(StockCore(), "GET", "/aqua/switches")
+    error = f"Call to {UTILITY} method failed: 'Scheduler' object is not callable"
+    refused = call(FailingCore(RuntimeError(error)), "GET", "/aqua/switches")
     assert refused.status_code == 400
     assert "--scheduler-cls" in refused.json()["remedy"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OverflowError("can't serialize ints < -2**63 or > 2**64 - 1"),
+        UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"),
+    ],
+)
+def test_what_no_message_can_carry_is_its_callers_fault(error: Exception) -> None:
+    refused = call(FailingCore(error), "PUT", "/aqua/pins/a", {"prompt_token_ids": [1 << 70]})
+    assert refused.json()["code"] == "request_invalid"
 
 
 def test_other_paths_are_vllms() -> None:

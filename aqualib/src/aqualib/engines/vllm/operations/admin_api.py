@@ -238,6 +238,7 @@ async def _ask(
 
     Raises:
         AquaError: What one of them refused with.
+        RequestInvalidError: It has numbers or letters that no message to an engine can carry.
         UnavailableError: The engine has died, or is not one of ours.
     """
     core = engine_client.engine_core
@@ -248,6 +249,8 @@ async def _ask(
             answers = await call(UTILITY, command, arguments)
         else:
             answers = [await core.call_utility_async(UTILITY, command, arguments)]
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise RequestInvalidError(f"the engine cannot be sent this: {error}") from error
     except Exception as error:
         if "not callable" in str(error) or "not a callable" in str(error):
             raise ConfigError(
