@@ -20,8 +20,11 @@ from aqua_schedulers.cfs import (
     Preemption,
     PreemptionMode,
     RequestView,
+    TenantAccounts,
+    TenantSettings,
     policy_named,
 )
+from aqua_schedulers.cfs.tenants import LEAST_WEIGHT, MOST_WEIGHT
 from harness.paged_engine import PagedEngine, Request
 
 SWAP, RECOMPUTE = PreemptionMode.SWAP, PreemptionMode.RECOMPUTE
@@ -274,3 +277,30 @@ def test_first_token_first_pays_for_recomputation_with_prompts_let_in() -> None:
     slow = PagingRates(1.0, block_bytes=1000, prefill_tokens_per_s=1000.0)
     swapped = after_slice(policy, seen(running, rates=slow)).preempt
     assert [each.mode for each in swapped] == [SWAP]
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), 1e-320, LEAST_WEIGHT / 2, 1e308])
+def test_a_weight_that_would_blur_what_others_are_served_is_refused(weight: float) -> None:
+    with pytest.raises(ValidationError, match="weights are from"):
+        TenantSettings(weights={"a": weight})
+    with pytest.raises(ValidationError):
+        TenantSettings(default_weight=weight)
+    TenantSettings(weights={"a": LEAST_WEIGHT, "b": MOST_WEIGHT})
+
+
+def test_single_tokens_count_behind_the_lightest_tenant() -> None:
+    accounts = TenantAccounts(TenantSettings(weights={"light": LEAST_WEIGHT}))
+    requests = [
+        RequestView("alone", 0.0, prompt_tokens=10**9, tenant="light"),
+        RequestView("a", 1.0, prompt_tokens=1, tenant="a"),
+        RequestView("b", 1.0, prompt_tokens=2, tenant="b"),
+    ]
+    accounts.added(requests[0])
+    accounts.admitted("alone")
+    accounts.removed("alone", 0, was_waiting=False)
+    for request in requests[1:]:
+        accounts.added(request)
+    accounts.begin_decision([])
+    for request in requests[1:]:
+        accounts.admitted(request.request_id)
+    assert accounts.counters["a"] < accounts.counters["b"]

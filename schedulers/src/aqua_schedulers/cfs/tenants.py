@@ -46,6 +46,13 @@ FEW: Final = 64
 doubles, to some 10 KB."""
 
 
+LEAST_WEIGHT: Final = 1e-6
+MOST_WEIGHT: Final = 1e6
+"""Weights between these: a counter lifted to that of a much lighter tenant must still tell single
+tokens apart, or those that share from there on get whatever falls to them. Ten times lighter, it
+does so for a tenth of the tokens, which are some 10^10."""
+
+
 class TenantSettings(BaseModel):
     """What tenants get, and what tokens cost; immutable.
 
@@ -62,7 +69,7 @@ class TenantSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     weights: dict[str, float] = Field(default_factory=dict)
-    default_weight: float = Field(default=1.0, gt=0, le=1e6)
+    default_weight: float = Field(default=1.0, ge=LEAST_WEIGHT, le=MOST_WEIGHT)
     input_token_cost: float = Field(default=1.0, ge=0, le=1e6)
     output_token_cost: float = Field(default=2.0, gt=0, le=1e6)
     lead_tokens: float = Field(default=4096.0, ge=0, le=1e12)
@@ -70,9 +77,13 @@ class TenantSettings(BaseModel):
     @field_validator("weights")
     @classmethod
     def _check_weights(cls, weights: dict[str, float]) -> dict[str, float]:
-        wrong = {name: weight for name, weight in weights.items() if not 0 < weight <= 1e6}  # noqa: PLR2004 - as for the default
+        wrong = {
+            name: weight
+            for name, weight in weights.items()
+            if not LEAST_WEIGHT <= weight <= MOST_WEIGHT
+        }
         if wrong:
-            raise ValueError(f"weights must be above 0 and at most 1000000, not {wrong}")
+            raise ValueError(f"weights are from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}, not {wrong}")
         return weights
 
     def weight_of(self, tenant: str) -> float:
