@@ -59,7 +59,7 @@ def parse_bytes(text: str) -> int:
         message = f"{text!r} is not a size"
         raise ConfigError(message, remedy="Write a number and a unit, for example 512MiB or 10GB.")
     size = float(match["count"]) * factor
-    if size != int(size) or size > MAX_BYTES:
+    if size > MAX_BYTES or size != int(size):
         message = f"{text!r} is not a whole number of bytes up to {format_bytes(MAX_BYTES)}"
         raise ConfigError(message, remedy="Use a smaller or rounder size.")
     return int(size)

@@ -33,6 +33,7 @@ def test_sizes_may_be_written_with_their_unit() -> None:
         ({"slice_iteration": 4}, "slice_iteration"),
         ({"mode": "swop"}, "mode"),
         ({"store_bytes": "a lot"}, "store_bytes"),
+        ({"store_bytes": 10**30}, "store_bytes"),
         ({"slice_iterations": 0}, "slice_iterations"),
     ],
 )

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from aqua_protocol import ConfigError
 from aqua_protocol.profile import ModelProfile, ProfileKind
+from aqua_protocol.units import MAX_BYTES
 from aqua_schedulers.cfs import FairSettings, PolicyName
 from aqua_schedulers.conserve import CoServingPolicyName
 from aqualib.engines.vllm.plugin import CONNECTOR
@@ -82,12 +83,14 @@ class LendingOptions(BaseModel):
     bytes: Size | None = Field(
         default=None,
         ge=1,
+        le=MAX_BYTES,
         description="What each rank lends while the load is low; if unset, what the model's "
         "profile in the coordinator's books spares, or half of the KV cache where there is none.",
     )
     reserve_bytes: Size | None = Field(
         default=None,
         ge=0,
+        le=MAX_BYTES,
         description="What stays free in the KV cache after an offer; when less than half of it is "
         "left, memory is taken back. A tenth of the KV cache if unset.",
     )
@@ -253,6 +256,7 @@ class AquaOptions(FairSettings):
     store_bytes: Size | None = Field(
         default=None,
         ge=1,
+        le=MAX_BYTES,
         description="Room for paged blocks, per worker; as much as the KV cache itself if unset, "
         "but no more than the worker's part of a quarter of the host memory there is.",
     )
