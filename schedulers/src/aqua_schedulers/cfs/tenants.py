@@ -47,10 +47,12 @@ doubles, to some 10 KB."""
 
 
 LEAST_WEIGHT: Final = 1e-6
+"""A counter lifted to that of a much lighter tenant must still tell single tokens apart, or those
+that share from there on get whatever falls to them. Doubled, it does so for twice as many tokens of
+the lightest, of which it is some 10^10."""
+
 MOST_WEIGHT: Final = 1e6
-"""Weights between these: a counter lifted to that of a much lighter tenant must still tell single
-tokens apart, or those that share from there on get whatever falls to them. Ten times lighter, it
-does so for a tenth of the tokens, which are some 10^10."""
+"""Likewise for the heaviest beside others. Doubled, its single tokens blur twice as early."""
 
 
 class TenantSettings(BaseModel):

@@ -71,10 +71,10 @@ MAX_REQUEST_BYTES: Final = 256 * 1024 * 1024
 refused. Doubled, a caller can make the server hold twice as much."""
 
 FIRST: Final = 0
-"""Of several headers of one name, that which vLLM goes by."""
+"""Of several headers of one name, that which vLLM goes by; fixed by it."""
 
 LAST: Final = -1
-"""Of several, that which a gateway adds to its client's."""
+"""Of several, that which a gateway adds to its client's; fixed, as part of the interface."""
 
 ROUTES: Final = {
     "switches": {"GET": "read-switches", "PATCH": "change-switches"},
