@@ -6,6 +6,7 @@ Each rule returns its faults as sentences, so that a test shows all of them at o
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
@@ -13,6 +14,7 @@ from typing import Any, Final
 from harness.chart import KUBERNETES, Manifest, containers, named, pods
 
 MAX_NAME: Final = 63
+_SERVICE_NAME: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 RESTRICTED_VOLUMES: Final = {
     "configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim",
     "projected", "secret",
@@ -79,6 +81,8 @@ def name_faults(manifests: list[Manifest]) -> Iterator[str]:
         name = manifest["metadata"]["name"]
         if len(name) > MAX_NAME:
             yield f"{name} has {len(name)} characters"
+        if manifest["kind"] == "Service" and not _SERVICE_NAME.fullmatch(name):
+            yield f"{name} is no name of a Service"
         if manifest["metadata"].get("namespace") is None:
             yield f"{name} has no namespace"
         for key, value in manifest["metadata"]["labels"].items():

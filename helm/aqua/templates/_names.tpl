@@ -1,10 +1,12 @@
 {{/* Names, labels and images. Every label is quoted: a release may be called `y` or `1e3`. */}}
 
 {{- define "aqua.fullname" -}}
-{{- $name := .Release.Name -}}
-{{- if not (contains "aqua" $name) }}{{ $name = printf "%s-aqua" $name }}{{ end -}}
+{{- /* A release may be called `1.5`; a Service's name begins with a letter and has no dots. */ -}}
+{{- $name := .Values.fullnameOverride | default .Release.Name | replace "." "-" -}}
+{{- if regexMatch "^[0-9]" $name }}{{ $name = printf "aqua-%s" $name }}{{ end -}}
+{{- if not (or .Values.fullnameOverride (contains "aqua" $name)) }}{{ $name = printf "%s-aqua" $name }}{{ end -}}
 {{- /* 30 of the 63 characters of a label's value: names of servers and Jobs follow. */ -}}
-{{- .Values.fullnameOverride | default $name | trunc 30 | trimSuffix "-" -}}
+{{- $name | trunc 30 | trimSuffix "-" -}}
 {{- end }}
 
 {{/* Labels that select; call with (dict "root" $ "component" "coordinator"). */}}

@@ -67,7 +67,7 @@ def test_lint_is_strict_and_finds_nothing(example: str) -> None:
 
 
 def test_a_release_named_y_or_like_a_number_has_labels_of_text() -> None:
-    for release in ("y", "1e3", "null", "0x1f"):
+    for release in ("y", "1e3", "null", "0x1f", "1.5", "gpu.pool", "1.aqua"):
         manifests = render(EXAMPLES["dra"], release=release)
         assert [*name_faults(manifests)] == []
         for _, meta, _ in pods(manifests):
