@@ -86,6 +86,40 @@ def test_the_longest_names_stay_within_what_kubernetes_takes() -> None:
     assert [*reference_faults(manifests, _given(values))] == []
 
 
+def _egress_ports(manifests: list[Manifest], component: str) -> set[int]:
+    policy = named(manifests, "NetworkPolicy", f"aqua-{component}")
+    return {port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]}
+
+
+@pytest.mark.parametrize(
+    ("external", "ports"),
+    [
+        ({"host": "redis.internal", "port": 16379}, {16379}),
+        ({"host": "[fd00::1]", "port": 6379}, {6379}),
+        (
+            {"sentinel": {"hosts": ["one:5000", "two", "[fd00::1]:5001"], "service": "m"}},
+            {5000, 26379, 5001},
+        ),
+    ],
+)
+def test_a_coordinator_may_reach_the_redis_that_its_values_name(
+    external: Manifest, ports: set[int]
+) -> None:
+    values = {
+        "redis": {"bundled": {"enabled": False}, "external": external},
+        "networkPolicy": {"redisPorts": [7000]},
+    }
+    assert _egress_ports(render(values), "coordinator") == {53, 7000, *ports}
+
+
+def test_on_openshift_names_are_asked_for_at_the_port_of_its_dns_pods() -> None:
+    batch = {"batch": {"enabled": True, "engines": ["http://llm:8000/v1"]}}
+    for mode, expected in (("always", True), ("never", False)):
+        manifests = render({**batch, "openshift": {"mode": mode}})
+        for component in ("coordinator", "batch"):
+            assert (5353 in _egress_ports(manifests, component)) is expected
+
+
 def test_openshift_draws_users_and_groups_itself() -> None:
     for manifests in (
         render({}, "--api-versions", "security.openshift.io/v1"),
