@@ -23,6 +23,12 @@
 {{- if and $redis.sentinel.hosts (not $redis.sentinel.service) -}}
 {{- fail "redis.external.sentinel.service is required: the name that Sentinels know the master by" -}}
 {{- end -}}
+{{- if and $redis.urlSecret.name (or $redis.host $redis.sentinel.hosts) -}}
+{{- fail "redis.external has urlSecret, which is the whole URL, and a host or Sentinels: leave one out" -}}
+{{- end -}}
+{{- if and (not $redis.tls.enabled) (not $redis.urlSecret.name) (or $redis.tls.secret $redis.tls.clientCertificate) -}}
+{{- fail "redis.external.tls has a certificate but redis.external.tls.enabled is false" -}}
+{{- end -}}
 {{- if and $redis.tls.clientCertificate (not $redis.tls.secret) -}}
 {{- fail "redis.external.tls.clientCertificate needs redis.external.tls.secret" -}}
 {{- end -}}

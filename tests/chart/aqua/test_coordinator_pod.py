@@ -171,3 +171,12 @@ def test_the_notes_say_how_to_go_on() -> None:
         "pair-0",
     ):
         assert part in notes
+
+
+@pytest.mark.parametrize("tls", ["secret", "mutual"])
+def test_the_notes_call_a_server_with_tls_by_a_name_of_its_certificate(tls: str) -> None:
+    done = helm("install", "aqua", str(CHART), "--dry-run=client", values=AXES["tls"][tls])
+    notes = done.stdout.partition("NOTES:")[2]
+    assert "://localhost" not in notes
+    assert "--resolve aqua-coordinator.default.svc:7700:127.0.0.1" in notes
+    assert ("--key tls.key" in notes) == (tls == "mutual")

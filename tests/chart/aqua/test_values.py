@@ -78,6 +78,19 @@ def test_new_names_are_values_that_exist() -> None:
         ({"production": True}, "production: true needs redis.external"),
         ({"redis": {"external": {"host": "r"}}}, "set it to false"),
         ({"redis": {"bundled": {"enabled": False}}}, "no Redis: set redis.external.host"),
+        ({"redis": {"external": {"host": "r:6380"}}}, "/redis/external/host"),
+        ({"redis": {"external": {"host": "fd00::1"}}}, "/redis/external/host"),
+        ({"redis": {"external": {"username": "a@b"}}}, "/redis/external/username"),
+        (
+            merged(EXAMPLES["production"], {"redis": {"external": {"urlSecret": {"name": "r"}}}}),
+            "urlSecret, which is the whole URL, and a host or Sentinels",
+        ),
+        (
+            merged(EXAMPLES["production"], {"redis": {"external": {"tls": {"enabled": False}}}}),
+            "redis.external.tls.enabled is false",
+        ),
+        ({"commonLabels": {"app.kubernetes.io/component": "x"}}, "app.kubernetes.io/component"),
+        ({"commonLabels": {"team": "no spaces"}}, "/commonLabels/team"),
         ({"tls": {"enabled": True}}, "needs tls.existingSecret or tls.certManager.enabled"),
         ({"tls": {"clientAuth": True}}, "tls.enabled is false"),
         (
