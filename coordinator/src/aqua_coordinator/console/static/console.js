@@ -6,6 +6,7 @@
 const HOUR_S = 3600;
 const LEAST_WINDOW_S = 300;
 const RETRY_MS = 1000;
+const SILENT_MS = 32000;  // Until no answer counts as none: the stream has a comment every 15 s.
 const at = (id) => document.getElementById(id);
 
 // --- The token: in this tab, in a header, nowhere else ------------------------------------
@@ -29,12 +30,19 @@ function keep(text) {
 function askForToken(refused) {
   if (refused !== headers().Authorization) return Promise.resolve();
   if (!answered) {
-    at("ask-error").textContent = refused ? "This token is unknown, revoked or has expired." : "";
+    const wrong = "This token is unknown, revoked or has expired.";
+    at("ask-error").textContent = refused ? wrong : "";
     connection("away", "needs a token");
     answered = new Promise((resolve) => {
-      at("ask-form").onsubmit = () => {
-        keep(at("token").value.trim());
+      at("ask-form").onsubmit = (event) => {
+        const typed = at("token").value.trim();
         at("token").value = "";
+        if (/[^!-~]/.test(typed)) {  // No header can hold it: `fetch` would throw.
+          event.preventDefault();
+          at("ask-error").textContent = wrong;
+          return;
+        }
+        keep(typed);
         answered = null;
         resolve();
         refreshAll();
@@ -49,7 +57,7 @@ function askForToken(refused) {
 async function ask(path, more) {
   for (;;) {
     const used = headers();
-    const response = await fetch(path, { ...more, headers: { ...used, ...(more || {}).headers } });
+    const response = await fetch(path, { signal: AbortSignal.timeout(SILENT_MS), ...more, headers: { ...used, ...(more || {}).headers } });
     if (response.status !== 401) return response;
     await askForToken(used.Authorization);
   }
@@ -131,14 +139,23 @@ function connection(state, text) {
 async function follow() {
   let last = "";
   for (;;) {
+    // A machine that is lost, or a process that stands still, closes no connection.
+    const silence = new AbortController();
+    let timer;
+    const heard = () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => silence.abort(), SILENT_MS);
+    };
+    heard();
     try {
-      const response = await ask("/v1/events", { headers: last ? { "Last-Event-ID": last } : {} });
+      const response = await ask("/v1/events", { headers: last ? { "Last-Event-ID": last } : {}, signal: silence.signal });
       if (!response.ok) throw new Error(response.status === 503 ? "polling" : String(response.status));
       connection("live", "live");
       refreshAll();
       const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
       let text = "";
       for (;;) {
+        heard();
         const { value, done } = await reader.read();
         if (done) break;
         text += value;
@@ -155,6 +172,7 @@ async function follow() {
       if (error.message === "polling") connection("polling", "every few seconds");
       else connection("away", "the coordinator does not answer");
     }
+    clearTimeout(timer);
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
     if (at("connection").dataset.state !== "live") refreshAll();
   }
@@ -409,9 +427,19 @@ at("cluster").addEventListener("click", async (event) => {
   const gpu = event.target.closest("button.gpu");
   if (!gpu) return;
   goTo(gpu);
-  await htmx.ajax("GET", `/v1/console/${gpu.dataset.role}/${encodeURIComponent(gpu.dataset.name)}`, { target: "#details-body", swap: "innerHTML" });
-  at("details").showModal();
+  const response = await ask(`/v1/console/${gpu.dataset.role}/${encodeURIComponent(gpu.dataset.name)}`).catch(() => null);
+  if (response && response.ok) at("details-body").innerHTML = await response.text();
+  else tellNoDetails(gpu.dataset.name, response && response.status === 404 ? "It is not in the books any more." : "The coordinator does not answer.");
+  if (!at("details").open) at("details").showModal();
 });
+
+function tellNoDetails(name, why) {
+  const title = document.createElement("h2"), sentence = document.createElement("p");
+  title.id = "details-title";
+  title.textContent = name;
+  sentence.textContent = why;
+  at("details-body").replaceChildren(title, sentence);
+}
 
 at("ask").addEventListener("cancel", (event) => event.preventDefault());
 at("forget").addEventListener("click", () => { keep(""); location.reload(); });
