@@ -71,3 +71,10 @@ def test_a_unit_starts_a_command_that_is_taken_with_variables_that_are_settings(
     program, *words = line.split()
     _require_taken(program, words)
     assert set(re.findall(r"\b(AQUA_\w+)=", text)) <= SETTINGS
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.stem)
+def test_a_unit_starts_until_what_it_needs_is_there(unit: Path) -> None:
+    lines = unit.read_text(encoding="utf-8").splitlines()
+    assert "Restart=always" in lines
+    assert "StartLimitIntervalSec=0" in lines[: lines.index("[Service]")]
