@@ -165,3 +165,10 @@ class Browser:
     def screenshot(self, path: Path) -> None:
         """Write what is to be seen."""
         path.write_bytes(base64.b64decode(self._call("GET", "/screenshot")))
+
+
+def sign_in(browser: Browser, token: str) -> None:
+    """Give the console the token that it asks for."""
+    browser.wait_for("document.getElementById('ask').open")
+    browser.press(token, "Enter")
+    browser.wait_for("document.getElementById('connection').dataset.state === 'live'")

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import sqlite3
 import threading
 import time
@@ -22,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Final
 import httpx
 import pytest
 
-from aqua_coordinator.access.tokens import Role, create_token
+from aqua_coordinator.access.tokens import Role
 from aqua_protocol.leases import Pairing, PlacementPlan
 from harness.asgi import as_json
 from harness.batch_service import BatchServiceProcess
-from harness.browser import Browser, missing_programs
+from harness.browser import Browser, missing_programs, sign_in
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.paper_cluster import PaperCluster
 from harness.source_tree import ROOT
@@ -48,31 +46,6 @@ pytestmark = [
     pytest.mark.skipif(bool(missing), reason=f"no {' and no '.join(missing)} here"),
     pytest.mark.timeout(600),
 ]
-
-
-@pytest.fixture
-def browser() -> Iterator[Browser]:
-    with Browser() as opened:
-        yield opened
-        # What could not be loaded is a refused token, or a coordinator that was killed.
-        complaints = [one for one in opened.complaints() if "Failed to load resource" not in one]
-        assert complaints == []
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Role, str]]:
-    path = tmp_path_factory.mktemp("tokens") / "tokens.json"
-    return path, {
-        role: create_token(path, roles=[role])[0] for role in (Role.OPERATOR, Role.READER)
-    }
-
-
-@pytest.fixture(scope="module")
-def coordinator(tokens: tuple[Path, dict[Role, str]]) -> Iterator[CoordinatorProcess]:
-    """One that asks for tokens."""
-    environment = {"AQUA_TOKENS_FILE": str(tokens[0]), "AQUA_SILENT_MEMBER_S": LONG_S}
-    with data_dir() as path, CoordinatorProcess(path, port=0, **environment) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -108,12 +81,6 @@ def page(
     sign_in(browser, tokens[1][Role.READER])
     browser.wait_for("document.querySelectorAll('button.gpu').length === 24")
     return browser
-
-
-def sign_in(browser: Browser, token: str) -> None:
-    browser.wait_for("document.getElementById('ask').open")
-    browser.press(token, "Enter")
-    browser.wait_for("document.getElementById('connection').dataset.state === 'live'")
 
 
 def watch_for_reclaims(browser: Browser) -> None:
@@ -413,104 +380,6 @@ def test_focus_stays_where_it_is_while_the_page_is_drawn_anew(
     page.wait_for(f"{marks} > arguments[0]", drawn)
     assert page.run("return document.activeElement.id") == "producers.sdxl-000-1"
     assert page.run("return document.activeElement.tabIndex") == 0
-
-
-def test_the_page_finds_a_coordinator_again_that_was_away(browser: Browser) -> None:
-    with data_dir() as path:
-        first = CoordinatorProcess(path)
-        browser.open(f"{first.url}/")
-        browser.wait_for("document.getElementById('connection').dataset.state === 'live'")
-        first.kill()
-        browser.wait_for("document.getElementById('connection').dataset.state === 'away'")
-        with CoordinatorProcess(path, port=first.port):
-            browser.wait_for("document.getElementById('connection').dataset.state === 'live'")
-            # What the page asks of one that is being stopped would be a complaint of its own.
-            browser.open("about:blank")
-            browser.complaints()
-
-
-def test_a_coordinator_that_stands_still_is_not_called_live(browser: Browser) -> None:
-    with data_dir() as path, CoordinatorProcess(path, port=0) as running:
-        browser.open(f"{running.url}/")
-        browser.wait_for("document.getElementById('connection').dataset.state === 'live'")
-        os.kill(running.process.pid, signal.SIGSTOP)
-        try:
-            browser.wait_for("document.getElementById('connection').dataset.state === 'away'")
-        finally:
-            os.kill(running.process.pid, signal.SIGCONT)
-        browser.wait_for("document.getElementById('connection').dataset.state === 'live'")
-        browser.open("about:blank")
-        browser.complaints()
-
-
-def test_details_of_a_member_that_is_gone_are_not_those_of_another(
-    browser: Browser,
-) -> None:
-    with data_dir() as path:
-        environment = {"AQUA_SILENT_MEMBER_S": LONG_S}
-        with (
-            CoordinatorProcess(path, port=0, **environment) as running,
-            httpx.Client(base_url=running.url, trust_env=False, timeout=60) as client,
-        ):
-            PaperCluster(client, 8)
-            browser.open(f"{running.url}/")
-            browser.wait_for("document.querySelectorAll('button.gpu').length === 8")
-            browser.press("g", "Enter")
-            browser.wait_for("document.getElementById('details').open")
-            browser.press("Escape")
-            # As it stands on the page between a member's end and the next look.
-            browser.run("document.activeElement.dataset.name = 'sdxl-gone'")
-            browser.press("Enter")
-            browser.wait_for("document.getElementById('details').open")
-            said = browser.run("return document.getElementById('details-body').textContent")
-            assert said == "sdxl-goneIt is not in the books any more."
-            browser.press("Escape")
-        browser.press("Enter")
-        browser.wait_for("document.getElementById('details').open")
-        said = browser.run("return document.getElementById('details-body').textContent")
-        assert "The coordinator does not answer." in said
-        browser.open("about:blank")
-        browser.complaints()
-
-
-def test_a_token_that_ends_before_details_are_asked_for_is_asked_for_alone(
-    browser: Browser,
-) -> None:
-    with data_dir() as path:
-        file = path / "tokens.json"
-        tokens = [create_token(file, roles=[Role.OPERATOR])[0] for _ in range(2)]
-        environment = {"AQUA_TOKENS_FILE": str(file), "AQUA_SILENT_MEMBER_S": LONG_S}
-        header = {"Authorization": f"Bearer {tokens[0]}"}
-        with (
-            CoordinatorProcess(path, port=0, **environment) as running,
-            httpx.Client(
-                base_url=running.url, headers=header, trust_env=False, timeout=60
-            ) as client,
-        ):
-            PaperCluster(client, 8)
-            browser.open(f"{running.url}/")
-            sign_in(browser, tokens[0])
-            browser.wait_for("document.querySelectorAll('button.gpu').length === 8")
-            browser.run("token = 'aqua_0_0'")
-            browser.press("g", "Enter")
-            browser.wait_for("document.getElementById('ask').open")
-            assert browser.run("return document.getElementById('details').open") is False
-            browser.press(tokens[1], "Enter")
-            browser.wait_for("document.getElementById('details').open")
-            said = browser.run("return document.getElementById('details-title').textContent")
-            assert said == "sdxl-000-0"
-            browser.open("about:blank")
-            browser.complaints()
-
-
-def test_a_token_that_no_header_can_hold_is_refused_where_it_is_typed(
-    browser: Browser, coordinator: CoordinatorProcess, tokens: tuple[Path, dict[Role, str]]
-) -> None:
-    browser.open(f"{coordinator.url}/")
-    browser.wait_for("document.getElementById('ask').open")
-    browser.press("aqua_0_\u2026", "Enter")
-    browser.wait_for("document.getElementById('ask-error').textContent.includes('unknown')")
-    sign_in(browser, tokens[1][Role.READER])
 
 
 def test_the_demo_is_watched(
