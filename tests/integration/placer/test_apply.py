@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -271,3 +272,37 @@ def test_ctrl_c_ends_the_hook_and_the_same_command_goes_on(
     assert [one["kind"] for one in json.loads(out)["differences"]] == ["member_absent"]
     code, out, _ = ended(command("drift", plan_file, "--url", "http://127.0.0.1:1", "--json"))
     assert (code, json.loads(out)["error"]["code"]) == (3, "service_unavailable")
+
+
+def test_a_hook_that_outlives_its_program_keeps_the_next_one_out(
+    fleet: PaperFleet, client: CoordinatorClient, replanned: tuple[Instance, Plan], tmp_path: Path
+) -> None:
+    _, plan = replanned
+    plan_file, journal = tmp_path / "plan.json", tmp_path / "plan.json.journal"
+    plan_file.write_text(plan.model_dump_json())
+    step, started, go, left = (tmp_path / name for name in ("step", "started", "go", "left"))
+    os.mkfifo(started)
+    os.mkfifo(go)
+    with fleet.hook(tmp_path) as hook:
+        waits = f"cat > {step}; echo > {started}; read word < {go}; cat {step} | ({hook})"
+        process = command("apply", plan_file, "--url", client.url, "--hook", waits)
+        started.read_text()
+        process.kill()
+        process.wait()
+        again = command("apply", plan_file, "--url", client.url, "--hook", "exit 7", "--json")
+        _, out, err = ended(again)
+        assert json.loads(out)["error"]["code"] == "rollout_journal", err
+        assert "the hook of one that was killed" in out
+        go.write_text("on\n")
+        ended(process)
+        with journal.open("rb") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)  # Once that hook has ended.
+        leaves = f"{hook}; sleep 600 >/dev/null 2>&1 & echo $! >> {left}"
+        walk(plan, client, leaves, journal)
+        try:
+            with open_journal(journal, plan) as kept:
+                assert kept.is_pushed, "what a hook leaves running keeps nobody out"
+        finally:
+            for pid in left.read_text().split():
+                os.kill(int(pid), signal.SIGKILL)
+    assert fleet.steps == [move.step for move in plan.moves]

@@ -3,7 +3,8 @@
 It runs under `/bin/sh -c` in a process group of its own, with the step in `AQUA_*` variables and as
 JSON on standard input; what it writes goes to our standard error. Exit status 0 says that the step
 is under way: whether it arrived is for the coordinator to say. It may be started twice for one
-step, if the first time was cut off, so it has to end well where all is done already.
+step, if the first time was cut off, so it has to end well where all is done already. Never twice at
+once: it inherits the journal's lock, so one that outlives a killed program keeps the next one out.
 
 Ctrl-C and a passed timeout end all of the group: first by SIGINT, as a terminal would, so that
 `helm` or `kubectl` end in order, then by SIGTERM, at last by SIGKILL.
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import IO, Final
 
 from aqua_placer.errors import StepFailedError
 from aqua_placer.rollout.interrupts import Interrupts
@@ -48,8 +49,13 @@ class Hook:
     grace_s: float = GRACE_S
     interrupts: Interrupts = field(default_factory=Interrupts)
 
-    def run(self, move: Move, step_count: int, mapping: ClusterMapping) -> None:
+    def run(
+        self, move: Move, step_count: int, mapping: ClusterMapping, lock: IO[bytes] | None = None
+    ) -> None:
         """Carry a step out.
+
+        Args:
+            lock: A locked file that stays so while the hook or a child of it lives.
 
         Raises:
             StepFailedError: It ended with another status than 0, or took too long.
@@ -65,6 +71,7 @@ class Hook:
                     stdout=sys.stderr.fileno(),
                     env=environment,
                     start_new_session=True,
+                    pass_fds=() if lock is None else (lock.fileno(),),
                 )
             process.communicate(move.model_dump_json().encode(), timeout=self.timeout_s)
         except subprocess.TimeoutExpired as error:

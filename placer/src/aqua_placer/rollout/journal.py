@@ -3,7 +3,7 @@
 A file of JSON lines beside the plan: a head that names the plan, then one line for each step that
 was begun (with where its group was then) and for each that the coordinator has confirmed. Whatever
 ends the program, the next run reads how far it came. A last line that was cut off counts as never
-written. One process holds the file at a time.
+written. One process holds the file at a time, with the hooks that it starts.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def open_journal(path: Path, plan: Plan) -> Iterator[RolloutJournal]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise RolloutJournalError(
-                f"another process holds {path}", remedy="Wait for it, or end it."
+                f"another process holds {path}, or the hook of one that was killed",
+                remedy="Wait for it, or end it.",
             ) from error
         file.seek(0)
         *lines, cut_off = file.read().split(b"\n")  # Empty, unless a write was cut off.
@@ -114,7 +115,10 @@ def open_journal(path: Path, plan: Plan) -> Iterator[RolloutJournal]:
             journal._append(head)  # noqa: SLF001 - of this module
         for entry in entries[1:]:
             journal._read(entry)  # noqa: SLF001 - of this module
-        yield journal
+        try:
+            yield journal
+        finally:  # Not held by what a hook has left running.
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _no_journal(path: Path) -> RolloutJournalError:

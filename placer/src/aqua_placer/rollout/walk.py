@@ -121,7 +121,7 @@ class Walk:
                 seen = view.of_group(move.group, len(move.from_gpus))
                 before = {member.name: member.domain for member in seen}
                 self.journal.begin(move.step, before)
-            self.hook.run(move, len(self.plan.moves), self.mapping)
+            self.hook.run(move, len(self.plan.moves), self.mapping, self.journal.file)
             self._confirm(move, before)
         self.journal.confirm(move.step)
 
