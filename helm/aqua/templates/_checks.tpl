@@ -82,10 +82,32 @@
 {{- end -}}
 {{- end -}}
 
+{{- with .Values.coordinator.autoscaling -}}
+{{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
+{{- fail (printf "coordinator.autoscaling: minReplicas is %d and maxReplicas %d" (int .minReplicas) (int .maxReplicas)) -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Servers and engines share names of objects: the later of two would replace the other. */ -}}
+{{- $objects := dict "coordinator" "coordinator" "placer" "placer" "batch" "batch" -}}
 {{- range $name, $server := .Values.servers -}}
 {{- $mode := $server.mode | default $.Values.ipc.mode -}}
 {{- if and (ne $mode "hostNamespaces") (semverCompare "<1.34.0-0" $.Capabilities.KubeVersion.Version) -}}
 {{- fail (printf "servers.%s: mode %s needs ResourceClaims of Kubernetes 1.34; this is %s" $name $mode $.Capabilities.KubeVersion.Version) -}}
+{{- end -}}
+{{- $made := dict -}}
+{{- if eq $mode "sidecar" }}{{ $_ := set $made $name (printf "servers.%s" $name) }}{{ end -}}
+{{- range $engine, $spec := $server.engines -}}
+{{- $_ := set $made (printf "%s-%s" $name $engine) (printf "servers.%s.engines.%s" $name $engine) -}}
+{{- if and (eq $mode "sidecar") $spec.metricsPort (hasKey $server.engines (printf "%s-m" $engine)) -}}
+{{- fail (printf "servers.%s.engines: the port for metrics of %s is called %s-m, as an engine is: rename one" $name $engine $engine) -}}
+{{- end -}}
+{{- end -}}
+{{- range $object, $of := $made -}}
+{{- if hasKey $objects $object -}}
+{{- fail (printf "%s and %s would both be called %s: rename one" (get $objects $object) $of $object) -}}
+{{- end -}}
+{{- $_ := set $objects $object $of -}}
 {{- end -}}
 {{- $taken := dict -}}
 {{- if and $server.gpus $server.visibleDevices -}}

@@ -71,9 +71,9 @@ class Release:
         options = ("--values", self._values, *UNCHECKED)
         self._helm("install", "aqua", chart, *options)
 
-    def upgrade(self, chart: Path) -> None:
+    def upgrade(self, chart: Path, *options: str) -> None:
         """`helm upgrade`, as the page on upgrading has it."""
-        self._helm("upgrade", "aqua", chart, "--reset-then-reuse-values", *UNCHECKED)
+        self._helm("upgrade", "aqua", chart, "--reset-then-reuse-values", *UNCHECKED, *options)
 
     def roll_back(self, revision: int) -> None:
         """`helm rollback`."""
@@ -263,3 +263,15 @@ async def test_leases_live_through_an_upgrade_and_a_rollback(
         release.uninstall()
         assert api.released() == {}
         assert [key for key in api.objects if key[0] == "Secret"] == []
+
+
+def test_a_secret_of_the_chart_gets_the_key_that_an_upgrade_names(tmp_path: Path) -> None:
+    with KubernetesApi() as api:
+        release = Release(api, tmp_path)
+        release.install(CHART)
+        release.upgrade(CHART, "--set", "batch.enabled=true,batch.engines={http://llm:8000}")
+        before = release.secret("aqua-batch-operator")
+        release.upgrade(CHART, "--set", "batch.operatorSecret.key=other")
+        after = release.secret("aqua-batch-operator")
+    assert after.keys() == {"token", "other"}
+    assert after["token"] == before["token"]

@@ -14,6 +14,7 @@ from harness.chart import CHART, EXAMPLES, Manifest, merged, refusal, render
 SCHEMA: Final[Manifest] = json.loads((CHART / "values.schema.json").read_text())
 RENAMED: Final[dict[str, str]] = yaml.safe_load((CHART / "files" / "renamed.yaml").read_text())
 TYPO: Final = "replicaz"
+_ENGINE: Final[Manifest] = {"role": "producer", "image": "i", "resources": {}, "port": 8000}
 
 
 def _nested(path: list[str], value: object) -> Manifest:
@@ -112,6 +113,29 @@ def test_new_names_are_values_that_exist() -> None:
             "servers.pair-0.engines.image.visibleDevices is required in mode hostNamespaces",
         ),
         (merged(EXAMPLES["dra"], {"ipc": {"mode": "Dra"}}), "'dra', 'hostNamespaces', 'sidecar'"),
+        (
+            {"servers": {"a": {"engines": {"b-c": _ENGINE}}, "a-b": {"engines": {"c": _ENGINE}}}},
+            "servers.a.engines.b-c and servers.a-b.engines.c would both be called a-b-c",
+        ),
+        (
+            {"servers": {"placer": {"mode": "sidecar", "engines": {"c": _ENGINE}}}},
+            "placer and servers.placer would both be called placer",
+        ),
+        (
+            {
+                "servers": {
+                    "a": {
+                        "mode": "sidecar",
+                        "engines": {"e": {**_ENGINE, "metricsPort": 9000}, "e-m": _ENGINE},
+                    }
+                }
+            },
+            "the port for metrics of e is called e-m",
+        ),
+        (
+            {"coordinator": {"autoscaling": {"enabled": True, "minReplicas": 7}}},
+            "coordinator.autoscaling: minReplicas is 7 and maxReplicas 6",
+        ),
         ({"coordinator": {"replicas": 0}}, "minimum"),
         ({"coordinator": {"replicas": "3"}}, "want integer"),
         ({"coordinator": {"settings": {"heartbeat_s": 900}}}, "heartbeat_s"),
