@@ -40,7 +40,9 @@ PRODUCERS: Final = 3
 OFFERED: Final = 8
 BLOCK_BYTES: Final = SLAB // 8
 BLOCKS: Final = 192
-HOST_SLABS: Final = 48
+TENSORS: Final = 3
+"""That a thread keeps at most, each of two slabs and so in three at most."""
+HOST_SLABS: Final = BLOCKS * BLOCK_BYTES // SLAB + THREADS * TENSORS * 3 + 1
 
 
 class PagingThread:
@@ -104,7 +106,7 @@ class PagingThread:
             del self._blocks[slot]
 
     def _keep_a_tensor(self) -> None:
-        if len(self._tensors) == 3:
+        if len(self._tensors) == TENSORS:
             self._tensors.popleft()[0].release()
             return
         values = self._drawn(self._random.randint(1, 2 * SLAB))
