@@ -20,7 +20,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from harness.cuda.accesses import AccessLog
-from harness.cuda.memory import AddressSpace, Mapping, Physical, free_addresses
+from harness.cuda.memory import AddressSpace, Mapping, Physical
 from harness.cuda.streams import LEGACY, Clock, Event, Stream, Work, join
 from harness.cuda.violations import Kind, Stack, Violation
 
@@ -382,7 +382,8 @@ class Machine:
     def drop(self, memory: Physical) -> None:
         """Close memory that nothing of ours holds any more."""
         if not memory.holders:
-            os.close(memory.fd)
+            if memory.fd >= 0:
+                os.close(memory.fd)
             if memory.is_ours:
                 self.used[memory.device] -= memory.nbytes
 
@@ -391,6 +392,8 @@ class Machine:
             yield from stream.queue
 
     def close(self) -> None:
-        """Take every mapping and address back, for the next machine of this process."""
-        for at in list(self.space.reserved):
-            free_addresses(at, self.space.reserved.pop(at))
+        """Close what is open of memory that was never given up; what is mapped stays so."""
+        mapped = (mapping.memory for mapping in self.space)
+        for memory in {*self.handles.values(), *mapped}:
+            os.close(memory.fd)
+            memory.fd = -1

@@ -12,6 +12,7 @@ import mmap
 import os
 import re
 from bisect import bisect_right, insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -96,6 +97,10 @@ class AddressSpace:
     def __len__(self) -> int:
         """Number of mappings."""
         return len(self._starts)
+
+    def __iter__(self) -> Iterator[Mapping]:
+        """The mappings."""
+        return iter(self._mappings.values())
 
     def find(self, at: int) -> Mapping | None:
         """The mapping that holds this address."""

@@ -84,5 +84,5 @@ class StandIn:
 def stand_in(**options: Any) -> Iterator[StandIn]:
     """A machine for a `with` block; fails at its end if a rule was broken."""
     standing = StandIn(**options)
-    with standing.installed():
+    with contextlib.closing(standing.machine), standing.installed():
         yield standing
