@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -197,7 +198,11 @@ def pattern(seed: int, count: int) -> Any:  # noqa: ANN401 - torch is imported w
 
 
 def open_descriptors() -> Counter[str]:
-    """What this process has open, by kind, so that a leak says what it is."""
+    """What this process has open, by kind, so that a leak says what it is.
+
+    Without what waits to be collected: that of an earlier test would be gone at the next look.
+    """
+    gc.collect()
     targets: Counter[str] = Counter()
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # The listing's own, closed since.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import httpx
 import pytest
@@ -107,13 +106,3 @@ def test_a_token_that_ends_before_details_are_asked_for_is_asked_for_alone(
             assert said == "sdxl-000-0"
             browser.open("about:blank")
             browser.complaints()
-
-
-def test_a_token_that_no_header_can_hold_is_refused_where_it_is_typed(
-    browser: Browser, coordinator: CoordinatorProcess, tokens: tuple[Path, dict[Role, str]]
-) -> None:
-    browser.open(f"{coordinator.url}/")
-    browser.wait_for("document.getElementById('ask').open")
-    browser.press("aqua_0_\u2026", "Enter")
-    browser.wait_for("document.getElementById('ask-error').textContent.includes('unknown')")
-    sign_in(browser, tokens[1][Role.READER])

@@ -129,12 +129,16 @@ def violations(browser: Browser) -> list[str]:
     return [f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in found]
 
 
+@pytest.mark.parametrize("wrong", ["aqua_0_0", "aqua_0_\u2026"], ids=["unknown", "in no header"])
 def test_a_token_is_asked_for_and_gets_into_no_address(
-    browser: Browser, coordinator: CoordinatorProcess, tokens: tuple[Path, dict[Role, str]]
+    browser: Browser,
+    coordinator: CoordinatorProcess,
+    tokens: tuple[Path, dict[Role, str]],
+    wrong: str,
 ) -> None:
     browser.open(f"{coordinator.url}/")
     browser.wait_for("document.getElementById('ask').open")
-    browser.press("aqua_0_0", "Enter")
+    browser.press(wrong, "Enter")
     browser.wait_for("document.getElementById('ask-error').textContent.includes('unknown')")
     token = tokens[1][Role.READER]
     sign_in(browser, token)

@@ -220,7 +220,7 @@ def test_closing_takes_everything_back_and_leaves_nothing_behind() -> None:
         assert not closing.is_alive()
         producer.close()
         assert list(directory.iterdir()) == []
-        assert not open_descriptors() - before
+        assert open_descriptors() == before
 
 
 def test_closing_with_a_slow_consumer_ends_at_the_deadline_and_takes_nothing_from_it(

@@ -116,7 +116,7 @@ def test_memory_that_runs_out_is_a_typed_error(
     for make in (transport.create, transport.create_host):
         with pytest.raises(TransportError, match="Cannot allocate memory"):
             make(NBYTES)
-    assert not open_descriptors() - before
+    assert open_descriptors() == before
 
 
 def test_descriptors_that_run_out_are_a_typed_error_that_says_so(

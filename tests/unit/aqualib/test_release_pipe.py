@@ -28,7 +28,7 @@ def test_importers_are_counted_until_they_let_go() -> None:
     os.close(second)
     tethers.drop_released()
     assert len(tethers) == 0
-    assert not open_descriptors() - before
+    assert open_descriptors() == before
 
 
 def test_a_duplicate_of_the_end_keeps_the_tether() -> None:
@@ -76,7 +76,7 @@ def test_memory_is_freed_when_its_last_importer_lets_go_in_any_order() -> None:
     os.close(end)
     assert event.wait(HANG_S)
     await_idle(undertaker)
-    assert not open_descriptors() - before
+    assert open_descriptors() == before
 
 
 def test_memory_counts_as_waiting_until_it_has_really_been_freed() -> None:

@@ -49,9 +49,7 @@ class Hook:
     grace_s: float = GRACE_S
     interrupts: Interrupts = field(default_factory=Interrupts)
 
-    def run(
-        self, move: Move, step_count: int, mapping: ClusterMapping, lock: IO[bytes] | None = None
-    ) -> None:
+    def run(self, move: Move, step_count: int, mapping: ClusterMapping, lock: IO[bytes]) -> None:
         """Carry a step out.
 
         Args:
@@ -71,7 +69,7 @@ class Hook:
                     stdout=sys.stderr.fileno(),
                     env=environment,
                     start_new_session=True,
-                    pass_fds=() if lock is None else (lock.fileno(),),
+                    pass_fds=(lock.fileno(),),
                 )
             process.communicate(move.model_dump_json().encode(), timeout=self.timeout_s)
         except subprocess.TimeoutExpired as error:

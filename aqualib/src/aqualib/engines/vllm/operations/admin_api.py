@@ -137,10 +137,10 @@ class AquaMiddleware:
         header = next(
             filter(None, (header_of(scope, name.encode()) for name in options.tenant_headers)), ""
         )
-        has_tenant = (header and TenantSource.HEADER in sources) or TenantSource.API_KEY in sources
         # Where a body's word does not count, it must not reach the scheduler.
-        if TenantSource.HEADER in sources and TenantSource.XARGS not in sources:
-            has_tenant = True
+        has_tenant = TenantSource.API_KEY in sources or (
+            TenantSource.HEADER in sources and (header or TenantSource.XARGS not in sources)
+        )
         if not has_tenant and options.co_serving is None:
             return scope, receive
         body = await body_of(receive, MAX_REQUEST_BYTES)
