@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 
 import httpx
 
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 
 OPTIONS: Final = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
@@ -139,13 +139,12 @@ class Browser:
         """The same, of one that calls its last argument with the result."""
         return self._call("POST", "/execute/async", {"script": script, "args": list(arguments)})
 
-    def wait_for(self, condition: str, *arguments: object, within_s: float = HANG_S) -> Any:  # noqa: ANN401 - as above
+    def wait_for(self, condition: str, *arguments: object) -> Any:  # noqa: ANN401 - as above
         """Wait until an expression is true, and give its value."""
-        give_up_s = time.monotonic() + within_s
-        while not (value := self.run(f"return {condition}", *arguments)):
-            assert time.monotonic() < give_up_s, f"never: {condition}\n{self.complaints()}"
-            time.sleep(0.02)
-        return value
+        return until(
+            lambda: self.run(f"return {condition}", *arguments),
+            lambda: f"{condition}\n{self.complaints()}",
+        )
 
     def complaints(self) -> list[str]:
         """What the browser wrote to its console since the last time: errors, refusals."""

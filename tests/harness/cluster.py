@@ -19,7 +19,6 @@ import shutil
 import signal
 import socket
 import tempfile
-import time
 from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import httpx
 
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.doom import Doom, Ledger, recorded, watch_coordinator, watch_member
 from harness.fork_server import SERVER
 
@@ -36,11 +35,9 @@ if TYPE_CHECKING:
 
 SLAB: Final = 256 * 1024
 CALL_TIMEOUT_S: Final = HANG_S
-WITHIN_S: Final = HANG_S
 """Bound of every wait; nothing here should need more than a second or two."""
 
 HEARTBEAT_S: Final = 0.1
-POLL_S: Final = 0.01
 
 _MAPPED_SLAB: Final = re.compile(r"(\d+) +/memfd:aqua-slab")
 
@@ -115,7 +112,7 @@ class Process:
     def kill(self) -> None:
         """SIGKILL, and wait until the process is gone."""
         self._process.kill()
-        self._process.join(WITHIN_S)
+        self._process.join(HANG_S)
 
     def freeze(self) -> None:
         """Stop every thread, as a hung process would be."""
@@ -129,7 +126,7 @@ class Process:
         """Let the member close in an orderly way, wait for its end; returns whether it did so."""
         with contextlib.suppress(DiedError):
             self.call("close")
-        self._process.join(WITHIN_S)
+        self._process.join(HANG_S)
         assert not self._process.is_alive(), f"{self.name} does not end"
         return self._process.exitcode == 0
 
@@ -146,7 +143,7 @@ class Process:
         try:
             yield
         except (EOFError, ConnectionError) as error:
-            self._process.join(WITHIN_S)
+            self._process.join(HANG_S)
             raise DiedError(self.name) from error
 
 
@@ -249,7 +246,7 @@ class Cluster:
         process = self._start(
             "coordinator", run_coordinator, port=self._port, data_dir=self.directory / "d"
         )
-        wait_until(lambda: self.is_ready() or not process.is_alive, "the coordinator is ready")
+        until(lambda: self.is_ready() or not process.is_alive, "the coordinator is ready")
         return process
 
     def start_producer(self, name: str = "producer") -> Process:
@@ -307,11 +304,3 @@ def new_cluster(doomed: str = "", doom: Doom | None = None) -> Iterator[Cluster]
             yield cluster
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def wait_until(condition: Callable[[], Any], what: str) -> None:
-    """Wait until `condition` holds; fails with `what` after a bound that nothing should need."""
-    give_up_at_s = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < give_up_at_s, f"still not so: {what}"
-        time.sleep(POLL_S)

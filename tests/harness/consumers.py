@@ -18,8 +18,9 @@ from aqualib.reporter import Identity
 from aqualib.transports import select
 from aqualib.transports.host import HostCopier
 from aqualib.transports.memfd import MemfdTransport
+from harness.bounds import HANG_S
 from harness.producers import SLAB
-from harness.raw_consumer import WITHIN_S, TokenIssuer
+from harness.raw_consumer import TokenIssuer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -131,7 +132,7 @@ def grant(
 
 def await_store(store: FrameStore, condition: Callable[[], bool], what: str) -> None:
     """Wait until `condition` about the store holds; fails with `what` after a generous bound."""
-    assert store.wait_for(condition, WITHIN_S), f"still not so: {what}; {store!r}"
+    assert store.wait_for(condition, HANG_S), f"still not so: {what}; {store!r}"
 
 
 def await_rest(aqua: Aqua, *, is_saved: bool = False) -> None:

@@ -26,18 +26,9 @@ from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_protocol.leases import LeaseGrant, LeaseView
 from aqua_protocol.members import ProducerAck
 from harness.asgi import as_json, client_of, error_of, hear, join
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
-from harness.redis_nodes import (
-    RedisNode,
-    Sentinels,
-    isolate,
-    rejoin,
-    replicated,
-    resume,
-    stop,
-    until,
-)
+from harness.redis_nodes import RedisNode, Sentinels, isolate, rejoin, replicated, resume, stop
 
 COORDINATORS: Final = 2
 MEMBERS: Final = 6

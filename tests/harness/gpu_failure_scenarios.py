@@ -33,11 +33,12 @@ from aqualib.topology import Gpu, Topology
 from aqualib.transports import gpu_thresholds
 from aqualib.transports.gpu_thresholds import CopyThresholds
 from aqualib.transports.host_pages import HUGE_PAGE_BYTES
+from harness.bounds import until
 from harness.consumers import consuming, grant
 from harness.cuda.results import NAME
 from harness.cuda.stand_in import stand_in
 from harness.gpu_scenarios import BLOCK_BYTES, GPU, SLAB, borrowing, in_thread
-from harness.producers import lending, until
+from harness.producers import lending
 from harness.raw_consumer import TokenIssuer
 
 if TYPE_CHECKING:

@@ -14,12 +14,13 @@ import torch
 from aqua_protocol import TransportKind
 from aqualib.transports import cuda_copier, gpu_thresholds
 from aqualib.transports.gpu_thresholds import CopyThresholds
+from harness.bounds import HANG_S, until
 from harness.consumers import consuming, grant
 from harness.cuda.results import NAME
 from harness.cuda.stand_in import StandIn, stand_in
 from harness.gpu_scenarios import GPU, SLAB
-from harness.producers import lending, until
-from harness.raw_consumer import WITHIN_S, TokenIssuer
+from harness.producers import lending
+from harness.raw_consumer import TokenIssuer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,7 +104,7 @@ def blocks_lie_with_two_lenders(seed: int) -> None:
         slots, transfer = store.page_out(rows)
         transfer.wait()
         assert standing.machine.calls["cuMemcpyBatchAsync"] - before == 2, "one a lender"
-        assert producers[0].reclaim(2 * SLAB).wait(WITHIN_S)
+        assert producers[0].reclaim(2 * SLAB).wait(HANG_S)
         halves = [store.location(part).value for part in slots.view(2, -1)]
         assert sorted(halves) == ["host", "peer"], halves
         back = torch.zeros_like(rows)

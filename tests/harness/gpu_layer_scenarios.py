@@ -20,10 +20,10 @@ from aqualib.engines.vllm.paging.plan import PagingPlan
 from aqualib.engines.vllm.paging.worker import KvPagingWorker
 from aqualib.transports.cuda_driver import load_driver
 from aqualib.transports.gpu_thresholds import CopyThresholds
+from harness.bounds import HANG_S
 from harness.consumers import consuming
 from harness.cuda.stand_in import stand_in
 from harness.gpu_scenarios import BLOCK_BYTES, BLOCKS, LAYERS, SLAB, borrowing, caches
-from harness.raw_consumer import WITHIN_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,7 +65,7 @@ def coming_when_asked_for(worker: KvPagingWorker) -> Iterator[None]:
 
     def page_in_when_asked(*args: Any, columns: Any = None) -> Any:  # noqa: ANN401 - the store's
         if columns is not None and columns.start:
-            assert asked.acquire(timeout=WITHIN_S), "nothing asked for more"
+            assert asked.acquire(timeout=HANG_S), "nothing asked for more"
         return page_in(*args, columns=columns)
 
     def ask(future: Future[None]) -> None:

@@ -38,11 +38,11 @@ from aqualib.transports.cuda_driver import CudaDevice
 from aqualib.transports.cuda_stream import CudaEvent, CudaStream
 from aqualib.transports.gpu_thresholds import CopyThresholds
 from aqualib.transports.host_pages import HostMapping
+from harness import bounds
 from harness import gpu_failure_scenarios as failures
 from harness import gpu_lane_scenarios as lane_scenarios
 from harness import gpu_layer_scenarios as layer_scenarios
 from harness import gpu_scenarios as scenarios
-from harness import producers
 from harness.mend import Mend, changed
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ _unmap_at = CudaDevice.unmap_at
 _zero = CudaDevice.zero
 
 
-NO_PATIENCE: Final = (producers, "WITHIN_S", 1.0)
+NO_PATIENCE: Final = (bounds, "HANG_S", 1.0)
 """Seconds for what then never happens. Doubled, the walk over the list takes as much longer."""
 
 

@@ -27,10 +27,11 @@ from aqualib.leasing.demand import LeaseBackoff
 from aqualib.memory.migrator import SlabCopier
 from aqualib.topology import Gpu, Link, LinkKind, Topology
 from aqualib.transports import cuda_buffers
+from harness.bounds import HANG_S, until
 from harness.consumers import consuming, grant
 from harness.cuda.stand_in import StandIn, stand_in
-from harness.producers import lending, until
-from harness.raw_consumer import WITHIN_S, TokenIssuer
+from harness.producers import lending
+from harness.raw_consumer import TokenIssuer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -266,7 +267,7 @@ def a_reclaim_finds_everything_in_host_memory(seed: int) -> None:
             assert blocks.location().value == "peer"
             until(lambda: aqua.stats().written_behind_bytes >= rows.nbytes, "copied ahead")
             before = sum(standing.machine.submissions.values())
-            assert producer.reclaim(2 * SLAB).wait(WITHIN_S)
+            assert producer.reclaim(2 * SLAB).wait(HANG_S)
             assert sum(standing.machine.submissions.values()) == before, "a reclaim copied"
             assert not aqua.stats().drain_copied_bytes
             back = torch.zeros_like(rows)
@@ -283,7 +284,7 @@ def a_kernel_writes_what_is_to_be_copied_ahead(seed: int) -> None:
             for number in range(4):
                 view.fill_(number)
             until(lambda: aqua.stats().written_behind_bytes >= SLAB, "the other was copied")
-        assert producer.reclaim(2 * SLAB).wait(WITHIN_S)
+        assert producer.reclaim(2 * SLAB).wait(HANG_S)
         assert (first.load().cpu() == 3).all()
         assert (second.load().cpu() == 3).all()
 
@@ -296,19 +297,19 @@ def a_kernel_writes_what_is_being_copied_ahead(seed: int) -> None:
 
         def copy_late(self: SlabCopier, *slabs_and_ranges: Any) -> str:  # noqa: ANN401 - the product's
             begun.set()
-            written.wait(WITHIN_S)
+            written.wait(HANG_S)
             failure = copy(self, *slabs_and_ranges)
             copied.set()
             return failure
 
         with mock.patch.object(SlabCopier, "copy", copy_late):
             tensor = aqua.offload(torch.full((SLAB,), 3, dtype=torch.uint8, device=GPU))
-            assert begun.wait(WITHIN_S)
+            assert begun.wait(HANG_S)
             with tensor.pinned() as view:
                 view.fill_(5)
                 written.set()
-                assert copied.wait(WITHIN_S)
-        assert producer.reclaim(2 * SLAB).wait(WITHIN_S)
+                assert copied.wait(HANG_S)
+        assert producer.reclaim(2 * SLAB).wait(HANG_S)
         assert (tensor.load().cpu() == 5).all()
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from aqua_protocol import AquaError, TransportKind
+from harness.bounds import until
 from harness.consumers import consuming, grant
 from harness.cuda.stand_in import stand_in
 from harness.gpu.device import GpuAtHand, StandInGpu
@@ -32,7 +33,7 @@ from harness.gpu_lane_scenarios import LANE_SCENARIOS
 from harness.gpu_layer_scenarios import LAYER_SCENARIOS
 from harness.gpu_scenarios import GPU, SCENARIOS, SLAB, in_thread
 from harness.gpu_walk_engine import EngineWalk
-from harness.producers import lending, until
+from harness.producers import lending
 from harness.raw_consumer import TokenIssuer
 
 if TYPE_CHECKING:

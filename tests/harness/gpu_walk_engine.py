@@ -20,9 +20,9 @@ from aqualib.engines.vllm.paging.plan import PagingPlan
 from aqualib.engines.vllm.paging.worker import KvPagingWorker
 from aqualib.transports import cuda_buffers
 from aqualib.transports.cuda_driver import CudaDevice, load_driver
+from harness.bounds import until
 from harness.consumers import consuming
 from harness.gpu_scenarios import GPU, SLAB, in_thread
-from harness.producers import until
 
 if TYPE_CHECKING:
     import random

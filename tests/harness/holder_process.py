@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any, Final, Self
+from typing import Any, Self
 
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.program import Program, say
-
-WITHIN_S: Final = HANG_S
 
 
 class HolderProcess(Program):
@@ -28,7 +26,7 @@ class HolderProcess(Program):
         super().__init__(
             __file__,
             json.dumps(options),
-            within_s=WITHIN_S,
+            within_s=HANG_S,
             AQUA_NODE="node",
             AQUA_DOMAIN="domain",
             AQUA_GPU_UUID="GPU-holder",
@@ -56,7 +54,6 @@ def _hold(url: str, nbytes: int, slab_bytes: int) -> None:
     import torch
 
     import aqualib
-    from harness.producers import until
 
     count = nbytes // slab_bytes
     rows = torch.randint(0, 256, (count, slab_bytes), dtype=torch.uint8)

@@ -16,7 +16,6 @@ from harness.bounds import HANG_S
 from harness.patience import patient_client
 from harness.program import Program, say
 
-WITHIN_S: Final = HANG_S
 """Bound of every wait; importing torch on a busy machine is the longest."""
 
 
@@ -52,7 +51,7 @@ class LenderProcess(Program):
             "url": url,
             "producer_id": producer_id,
         }
-        super().__init__(_serve, json.dumps(options), within_s=WITHIN_S)
+        super().__init__(_serve, json.dumps(options), within_s=HANG_S)
 
     def __enter__(self) -> Self:
         self.answer()
@@ -90,7 +89,7 @@ def _serve(argument: str) -> None:
         endpoint=Path(options["endpoint"]),
         identity=Identity(node="node", domain="domain", gpu_uuid=f"GPU-{options['producer_id']}"),
         slab_bytes=slab_bytes,
-        deadline_s=WITHIN_S,
+        deadline_s=HANG_S,
         heartbeat_s=0.1,
     )
     if options["ack"] is not None:
@@ -106,7 +105,7 @@ def _serve(argument: str) -> None:
                 reclaim = producer.reclaim(nbytes)
                 say(True)
             case ["wait"]:
-                say(reclaim is not None and reclaim.wait(WITHIN_S))
+                say(reclaim is not None and reclaim.wait(HANG_S))
             case ["slabs"]:
                 sizes = {
                     "offered": producer.offered_bytes,

@@ -7,8 +7,9 @@ import torch
 from aqualib.consumer import Aqua
 from aqualib.producer.producer import Producer
 from aqualib.tensor import AquaTensor, Location
+from harness.bounds import until
 from harness.consumers import grant
-from harness.producers import SLAB, until
+from harness.producers import SLAB
 from harness.raw_consumer import TokenIssuer
 
 COUNT = 8

@@ -13,11 +13,10 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Final, Self
 
-from harness.bounds import HANG_S, stopwatch
+from harness.bounds import until
 from harness.source_tree import ROOT
 
 NOT_LINKED: Final = frozenset({".git", "out", ".pytest_cache"})
@@ -30,8 +29,6 @@ SERVES: Final = re.compile(r"\b(serve|counting_server)\b.*&\s*$", re.DOTALL)
 """A server in the background."""
 
 UNSHARE: Final = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
-POLL_S: Final = 0.05
-"""Between looks at what a command has written."""
 
 _MACHINE: Final = r"""
 ip link set lo up
@@ -129,11 +126,8 @@ class PageTerminal:
         return output
 
     def _wait_for(self, output: Path, words: str) -> str:
-        elapsed = stopwatch()
-        while words not in (text := output.read_text()):
-            assert elapsed() < HANG_S, f"never said {words!r}:\n{text}"
-            time.sleep(POLL_S)
-        return text
+        until(lambda: words in output.read_text(), lambda: f"{words!r} in\n{output.read_text()}")
+        return output.read_text()
 
     def _compare(self, command: str, text: str, shown: str) -> None:
         """Find each line that the page shows, in order: numbers may differ, `...` is anything."""

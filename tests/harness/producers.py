@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,10 +12,10 @@ from aqua_protocol import TransportKind
 from aqualib.producer.producer import Producer
 from aqualib.reporter import Identity
 from aqualib.transports import select
-from harness.raw_consumer import WITHIN_S, TokenIssuer
+from harness.raw_consumer import TokenIssuer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 SLAB: Final = 64 * 1024
 IDENTITY: Final = Identity(node="node", domain="domain", gpu_uuid="GPU-0")
@@ -57,12 +55,3 @@ def lending(issuer: TokenIssuer | None, slab_count: int, **options: Any) -> Iter
             producer.audit()
         finally:
             producer.close(deadline_s=0.001)
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait until `condition` holds; fails with `what` after a bound that nothing should need."""
-    give_up_at_s = time.monotonic() + WITHIN_S
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < give_up_at_s, f"still not so: {what}"
-        pause.wait(0.002)

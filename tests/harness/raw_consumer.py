@@ -46,7 +46,6 @@ from aqualib.channel import Channel, ChannelClosedError, connect
 from harness.bounds import HANG_S
 from harness.program import Program, say
 
-WITHIN_S: Final = HANG_S
 """Bound of every wait; far above what anything takes."""
 
 
@@ -160,8 +159,8 @@ class RawConsumer:
 
     def receive(self) -> tuple[ProducerMessage, list[int]]:
         """The next packet, within a bound; a refusal raises."""
-        if not self.readable(WITHIN_S):
-            raise TimeoutError(f"the producer said nothing for {WITHIN_S} s")
+        if not self.readable(HANG_S):
+            raise TimeoutError(f"the producer said nothing for {HANG_S} s")
         message, fds = self.channel.receive()
         if isinstance(message, Refused):
             raise RefusedError(message.error)
@@ -262,7 +261,7 @@ class ConsumerProcess(Program):
     """
 
     def __init__(self, endpoint: str | Path) -> None:
-        super().__init__(_serve, str(endpoint), within_s=WITHIN_S)
+        super().__init__(_serve, str(endpoint), within_s=HANG_S)
         assert self.answer() == "connected"
 
 
@@ -288,7 +287,7 @@ def connection_of_another_process(
     arguments = [sys.executable, "-I", "-S", "-c", CONNECTING, str(endpoint)]
     with ours, subprocess.Popen(arguments, stdin=theirs.fileno()) as process:
         theirs.close()
-        ours.settimeout(WITHIN_S)
+        ours.settimeout(HANG_S)
         _, (fd,), _, _ = socket.recv_fds(ours, 16, 1)
         try:
             yield socket.socket(fileno=fd), process

@@ -21,7 +21,7 @@ from typing import Any, Final, Self
 import pytest
 import redis
 
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.store_servers import preloaded
 
 SERVICE: Final = "aqua"
@@ -55,14 +55,6 @@ def redis_program() -> str:
     if program is None:
         pytest.skip("redis-server is not installed: apt-get install redis-server")
     return program
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    """Wait for a condition, in bounded time."""
-    give_up_s = time.monotonic() + HANG_S
-    while not holds():
-        assert time.monotonic() < give_up_s, what
-        time.sleep(0.02)
 
 
 def free_ports(count: int) -> list[int]:

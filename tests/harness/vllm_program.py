@@ -11,20 +11,17 @@ import json
 import os
 import random
 import sys
-import threading
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.program import Program, say
 from harness.step_aborts import ASKING, allow_aborts_in_process, keep_published
 
 START_WITHIN_S: Final = 400.0
 """Importing vLLM on a busy machine takes most of a minute."""
-
-OFFER_WITHIN_S: Final = HANG_S
 
 CUT: Final[Counter[str]] = Counter()
 """Columns of loads, and layers that waited for one."""
@@ -333,11 +330,12 @@ def _await_offer(engine: Any, nbytes: int) -> None:  # noqa: ANN401 - vLLM's
     """
     service = engine.engine_core.engine_core.scheduler.lending_service
     lender = service.memory_producer
-    give_up_s = time.monotonic() + OFFER_WITHIN_S
-    while lender.offered_bytes < nbytes or lender.open_reclaim_bytes:
-        assert time.monotonic() < give_up_s, service.lending
+
+    def has_offered() -> bool:
         service.informer.wake()
-        threading.Event().wait(0.01)
+        return lender.offered_bytes >= nbytes and not lender.open_reclaim_bytes
+
+    until(has_offered, lambda: service.lending)
 
 
 def find_worker(scenario: Scenario) -> Any:  # noqa: ANN401 - a KvPagingWorker, or None
@@ -421,8 +419,6 @@ def _command(engine: Any, command: str, **arguments: Any) -> dict[str, Any]:  # 
 
 
 def _await_leases(scenario: Scenario, aqua: Any) -> None:  # noqa: ANN401 - an Aqua
-    from harness.producers import until
-
     until(
         lambda: sum(a.mapped_bytes for a in aqua.attachments) >= scenario.await_leased_bytes,
         "peer memory is leased",

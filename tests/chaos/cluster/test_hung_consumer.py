@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from harness.cluster import Cluster, new_cluster, wait_until
+from harness.bounds import until
+from harness.cluster import Cluster, new_cluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +27,7 @@ def cluster() -> Iterator[Cluster]:
         producer.call("offer", OFFERED)
         hung = cluster.start_consumer(HUNG)
         hung.call("fill", 4, 1)
-        wait_until(lambda: hung.call("on_peer"), "the data is in peer memory")
+        until(lambda: hung.call("on_peer"), "the data is in peer memory")
         hung.freeze()
         yield cluster
 
@@ -45,14 +46,14 @@ def test_slabs_of_a_hung_consumer_are_quarantined_and_never_lent_again(cluster: 
     producer.call("offer", OFFERED)
     successor = cluster.start_consumer(NEXT)
     successor.call("fill", 4, 100)
-    wait_until(lambda: successor.call("on_peer"), "somebody else's data is in peer memory")
+    until(lambda: successor.call("on_peer"), "somebody else's data is in peer memory")
     cluster.check_mappings()
     assert hung.mapped_slabs() == kept, "a mapping was taken from a hung process"
     assert successor.call("verify") == 4
 
     hung.thaw()
     assert hung.call("verify") == 4
-    wait_until(lambda: not producer.call("state")["quarantined"], "late answers retire the slabs")
+    until(lambda: not producer.call("state")["quarantined"], "late answers retire the slabs")
     assert hung.call("verify") == successor.call("verify") == 4
     cluster.check_mappings()
     assert not kept & producer.mapped_slabs(), "a quarantined slab is in use again"
@@ -65,9 +66,9 @@ def test_a_hung_consumer_that_is_killed_gives_its_memory_back_as_new_slabs(
     kept = hung.mapped_slabs()
     assert not producer.call("reclaim", OFFERED, DEADLINE_S, 1.0)["done"]
     hung.kill()
-    wait_until(lambda: not producer.call("state")["held"], "its death is noticed")
+    until(lambda: not producer.call("state")["held"], "its death is noticed")
     # The books turn first; the mapping goes a moment later, outside the lock.
-    wait_until(lambda: not kept & producer.mapped_slabs(), "its slabs are unmapped for good")
+    until(lambda: not kept & producer.mapped_slabs(), "its slabs are unmapped for good")
     producer.call("offer", OFFERED)
     assert producer.call("state") == {
         "offered": OFFERED,
@@ -89,4 +90,4 @@ def test_the_books_keep_the_bytes_of_a_hung_consumer_booked(cluster: Cluster) ->
             and view["free_bytes"] == 0
         )
 
-    wait_until(booked, "what may be mapped stays booked, and nothing else is offered")
+    until(booked, "what may be mapped stays booked, and nothing else is offered")

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Final
 import httpx
 import pytest
 
-from harness.cluster import WITHIN_S, Cluster, DiedError, new_cluster, wait_until
+from harness.bounds import HANG_S, until
+from harness.cluster import Cluster, DiedError, new_cluster
 from harness.doom import KILL, Doom, Victim
 from harness.slices import IS_WHOLE, shuffled
 
@@ -147,7 +148,7 @@ class Scenario:
         self.offered = keep
         excess = producer.call("state")["offered"] - keep
         if excess > 0:
-            assert producer.call("reclaim", excess, WITHIN_S, WITHIN_S)["done"], "reclaim stalls"
+            assert producer.call("reclaim", excess, HANG_S, HANG_S)["done"], "reclaim stalls"
 
     def _books_agree(self) -> bool:
         state = self.cluster.processes["producer"].call("state")
@@ -176,7 +177,7 @@ class Scenario:
             except httpx.HTTPError:  # From a coordinator without its store, or a dead one.
                 return False
 
-        wait_until(holds, what)
+        until(holds, what)
 
     # --- Deaths ---------------------------------------------------------------------------
 
@@ -217,7 +218,7 @@ class Scenario:
         if members:
             self.verify()
             if members["producer"].call("state")["offered"]:
-                assert members["producer"].call("reclaim", 1, WITHIN_S, WITHIN_S)["done"]
+                assert members["producer"].call("reclaim", 1, HANG_S, HANG_S)["done"]
                 self.verify()
         self.cluster.start_coordinator()
         if members and self.offered:

@@ -23,7 +23,8 @@ from aqualib.ranges import Range
 from aqualib.reporter import Identity
 from aqualib.tensor import Location
 from aqualib.transports import select
-from harness.cluster import HEARTBEAT_S, SLAB, WITHIN_S, Cluster, new_cluster, wait_until
+from harness.bounds import HANG_S, until
+from harness.cluster import HEARTBEAT_S, SLAB, Cluster, new_cluster
 from harness.patience import patient_client
 from harness.slices import IS_WHOLE
 
@@ -177,9 +178,9 @@ def test_no_thread_finds_other_bytes_than_its_own(
         aqua.block_store(BLOCK_BYTES, BLOCKS) as store,
         ThreadPoolExecutor(THREADS) as threads,
     ):
-        wait_until(lambda: aqua.stats().leased_bytes, "a producer lends")
+        until(lambda: aqua.stats().leased_bytes, "a producer lends")
         kept = aqua.offload(torch.arange(100))
-        wait_until(lambda: kept.location is Location.PEER, "a producer's memory is used")
+        until(lambda: kept.location is Location.PEER, "a producer's memory is used")
         work = [
             threads.submit(PagingThread(seed, aqua, store).run) for seed in range(1, 1 + THREADS)
         ]
@@ -188,7 +189,7 @@ def test_no_thread_finds_other_bytes_than_its_own(
             each.result()
         for number in range(PRODUCERS):
             producer = cluster.processes[f"producer-{number}"]
-            assert producer.call("reclaim", OFFERED, 0.05, WITHIN_S)["done"]
+            assert producer.call("reclaim", OFFERED, 0.05, HANG_S)["done"]
         assert kept.location is Location.HOST
         assert torch.equal(kept.load(), torch.arange(100))
         assert store.used_count == 0

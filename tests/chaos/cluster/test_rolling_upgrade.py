@@ -10,8 +10,7 @@ import contextlib
 import itertools
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -21,7 +20,7 @@ import pytest
 from aqua_client import CoordinatorClient
 from aqua_protocol import AquaError
 from aqua_protocol.leases import LeaseRenewal
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.coordinator_process import CoordinatorProcess
 from harness.members_on_paper import PaperConsumer, PaperProducer
 from harness.patience import patient_client
@@ -32,14 +31,6 @@ SETTINGS: Final[dict[str, Any]] = {"AQUA_SILENT_MEMBER_S": "3600", "AQUA_ATTACH_
 THREADS: Final = 4
 REQUESTS: Final = 10_000 if IS_WHOLE else 1_500
 """Of which none fails: what the promise says, and a slice of it."""
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    """Wait for a condition, in bounded time."""
-    give_up_s = time.monotonic() + HANG_S
-    while not holds():
-        assert time.monotonic() < give_up_s, what
-        time.sleep(0.01)
 
 
 class Load:

@@ -11,7 +11,6 @@ import os
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from aqualib import probe
 from aqualib.transports import Handle, MappedSlab, OwnedSlab, Transport, select
 from aqualib.transports.release_pipe import DEFERRED_FREE
 from harness import fork_server
-from harness.bounds import HANG_S
+from harness.bounds import until
 from harness.cuda.stand_in import StandIn, stand_in
 from harness.transport_peer import Peer, open_descriptors, pattern
 
@@ -64,15 +63,7 @@ class Case:
 
     def wait_for_free_bytes(self, at_least: int) -> None:
         """Poll: the kernel frees a killed process's memory some time after it is reaped."""
-        wait_until(lambda: self.free_bytes() >= at_least)
-
-
-def wait_until(condition: Callable[[], bool], *, within_s: float = HANG_S) -> None:
-    """Poll for what no event announces."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s} s"
-        os.sched_yield()
+        until(lambda: self.free_bytes() >= at_least, "free again")
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -120,7 +111,7 @@ def _nothing_leaks(case: Case) -> Iterator[None]:
     before = driver_counts(case), open_descriptors()
     yield
     gc.collect()
-    wait_until(lambda: DEFERRED_FREE.waiting_count == 0)
+    until(lambda: DEFERRED_FREE.waiting_count == 0, "all is freed")
     # In this order: counting gives back what torch has cached.
     assert (driver_counts(case), open_descriptors()) == before
     if case.standing is not None:

@@ -27,8 +27,7 @@ import httpx
 import pytest
 
 from aqua_protocol import MIB
-from harness.bounds import HANG_S
-from harness.producers import until
+from harness.bounds import HANG_S, until
 from harness.tiny_llama import write_tiny_adapter, write_tiny_llama
 from harness.vllm_deployment import API_PROCESSES, SLABS, TOKEN, Deployment, common_flags
 from harness.vllm_program import Scenario, prompts_of

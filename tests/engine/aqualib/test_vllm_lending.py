@@ -21,10 +21,10 @@ from aqua_protocol import MIB
 from aqualib.engines.vllm.lending.block_limit import BlockLimit
 from aqualib.producer.copy_limit import FIRST_RATE, MIN_RATE
 from harness.block_pool import PaperPool
+from harness.bounds import until
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.holder_process import HolderProcess
 from harness.lender_process import LenderProcess
-from harness.producers import until
 from harness.tiny_llama import write_tiny_llama
 from harness.vllm_program import SLOWED, Scenario, VllmProgram, run
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from aqua_protocol import MIB
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.tiny_llama import write_tiny_llama
 from harness.vllm_program import Scenario, prompts_of
 from harness.vllm_server import free_port, metrics_of, turn_flags, vllm_server
@@ -137,13 +137,12 @@ def turn(client: httpx.Client, **change: bool) -> None:
 
 def evict_and_resume(client: httpx.Client) -> None:
     """Evict what runs, once something does, and resume it by the ids that its clients know."""
-    evicted: list[dict[str, Any]] = []
-    give_up_s = time.monotonic() + 60
-    while not evicted:
-        assert time.monotonic() < give_up_s
+
+    def evicted() -> list[dict[str, Any]]:
         (engine,) = command(client, "POST", "evictions", {"count": 12, "hold_s": 3600})
-        evicted = engine["evictions"]
-    for each in evicted:
+        return list(engine["evictions"])
+
+    for each in until(evicted, "something runs"):
         assert each["kept_tokens"] > 0
         command(client, "DELETE", f"evictions/{each['request_id'].rpartition('-')[0]}", {})
 
@@ -175,9 +174,7 @@ def command(
 def await_gauges(client: httpx.Client, **levels: float) -> None:
     """Wait for the step that tells of them; there is no event across processes."""
     wanted = {f"aqua:{name}": level for name, level in levels.items()}
-    give_up_s = time.monotonic() + 60
-    while not metrics_of(client).items() >= wanted.items():
-        assert time.monotonic() < give_up_s, metrics_of(client)
+    until(lambda: metrics_of(client).items() >= wanted.items(), lambda: metrics_of(client))
 
 
 def test_a_server_lends_while_it_is_idle_and_answers_the_same_when_it_is_not(
@@ -231,6 +228,4 @@ def await_offer(client: httpx.Client, nbytes: int) -> None:
 
 def await_lending(client: httpx.Client, **figures: float) -> None:
     """Wait until the lender's figures are these."""
-    give_up_s = time.monotonic() + 60
-    while not lending(client).items() >= figures.items():
-        assert time.monotonic() < give_up_s, lending(client)
+    until(lambda: lending(client).items() >= figures.items(), lambda: lending(client))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ import pytest
 from aqua_protocol import ConfigError
 from aqualib.engines.vllm.options import options_of
 from aqualib.engines.vllm.scheduling.abort_checks import abortable_layers
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.step_aborts import HELD, keep_published
 from harness.tiny_llama import write_tiny_llama
 from harness.vllm_disturbances import lives, wrong
@@ -197,14 +196,6 @@ def ask(client: httpx.Client, service_class: str, prompt: list[int], count: int)
     return tokens
 
 
-def await_file(path: Path) -> None:
-    """Wait until another process has written a file, which nothing else tells of."""
-    give_up_s = time.monotonic() + HANG_S
-    while not path.exists():
-        assert time.monotonic() < give_up_s, "no step was held"
-        time.sleep(0.01)
-
-
 def test_an_online_request_gets_its_answer_though_the_step_before_it_would_never_end(
     deep: Path, tmp_path: Path
 ) -> None:
@@ -226,7 +217,7 @@ def test_an_online_request_gets_its_answer_though_the_step_before_it_would_never
         ThreadPoolExecutor(1) as pool,
     ):
         offline = pool.submit(ask, client, "offline", long, 8)
-        await_file(held)
+        until(held.exists, "a step is held")
         assert not offline.done()
         online = ask(client, "online", short, 8)
         again = offline.result(HANG_S)

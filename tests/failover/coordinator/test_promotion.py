@@ -11,10 +11,10 @@ import pytest
 
 from aqua_coordinator.store import Pipeline, open_pool
 from aqua_protocol import LeaseState
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.ledger_room import LedgerRoom
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
-from harness.redis_nodes import RedisNode, replicated, skewed, until
+from harness.redis_nodes import RedisNode, replicated, skewed
 from harness.store_servers import short_directory
 
 HOUR_S: Final = 3600

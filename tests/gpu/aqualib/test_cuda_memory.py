@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from aqualib.transports import Transport, select
 from aqualib.transports.cuda_driver import load_driver
 from aqualib.transports.cuda_vmm import CudaVmmTransport
 from aqualib.transports.release_pipe import DEFERRED_FREE
+from harness.bounds import until
 from harness.transport_peer import Peer, pattern
 
 NBYTES = 64 * MIB
@@ -26,12 +25,6 @@ def transport(request: pytest.FixtureRequest) -> Transport:
         return select(request.param)
     except TransportUnavailableError as refusal:
         pytest.skip(str(refusal))
-
-
-def wait_until(condition: Callable[[], bool], within_s: float = 20) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s} s"
 
 
 def test_memory_that_was_used_before_comes_back_clean(transport: Transport) -> None:
@@ -90,7 +83,7 @@ def test_a_deferred_free_happens_when_the_importer_dies() -> None:
         slab.close()
         assert DEFERRED_FREE.waiting_count == 1
         importer.kill()
-        wait_until(lambda: DEFERRED_FREE.waiting_count == 0)
+        until(lambda: DEFERRED_FREE.waiting_count == 0, "all is freed")
 
 
 def test_more_memory_than_the_gpu_has_is_a_typed_error_and_costs_nothing(
@@ -100,7 +93,7 @@ def test_more_memory_than_the_gpu_has_is_a_typed_error_and_costs_nothing(
     too_much = (total // NBYTES + 1) * NBYTES
     with pytest.raises(TransportError):
         transport.create(too_much)
-    wait_until(lambda: torch.cuda.mem_get_info()[0] >= before - NBYTES)
+    until(lambda: torch.cuda.mem_get_info()[0] >= before - NBYTES, "its memory is back")
 
 
 def test_the_driver_and_torch_and_nvml_name_the_gpu_alike() -> None:

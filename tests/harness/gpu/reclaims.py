@@ -9,10 +9,11 @@ import torch
 
 from aqua_protocol import MIB, TransportError, TransportKind, format_bytes
 from aqualib.host_memory import host_memory_bytes
+from harness.bounds import until
 from harness.consumers import await_rest, consuming, grant
 from harness.gpu.outcome import NotRunError, Outcome
 from harness.gpu.sampling import Figure, digits, milliseconds
-from harness.producers import lending, until
+from harness.producers import lending
 from harness.raw_consumer import TokenIssuer
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -13,7 +12,7 @@ from typing import Final
 import pytest
 import yaml
 
-from harness.bounds import HANG_S
+from harness.bounds import until
 from harness.compose import COMPOSE, Compose
 from harness.image import ARCH, mounted
 
@@ -47,9 +46,7 @@ def told(what: str) -> list[str]:
 
 
 def await_health(machine: Compose, service: str) -> None:
-    give_up_s = time.monotonic() + HANG_S
-    while not machine.is_healthy(service):
-        assert time.monotonic() < give_up_s, machine.compose("logs", service)
+    until(lambda: machine.is_healthy(service), lambda: machine.compose("logs", service))
 
 
 def asked(machine: Compose, url: str, token: str | None = None) -> tuple[int, str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from harness.bounds import HANG_S
+from harness.bounds import until
 from harness.image import ARCH, mounted
 from harness.systemd_machine import UNITS, SystemdMachine
 
@@ -38,11 +37,10 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SystemdMachine
 def await_answer(machine: SystemdMachine, unit: str) -> None:
     """Until it says that it lives."""
     url = f"http://127.0.0.1:{PORTS[unit]}/healthz"
-    give_up_s = time.monotonic() + HANG_S
-    while machine.run(f"curl --silent --fail --output /dev/null {url} && echo yes || true") == "":
-        log = machine.run(f"journalctl --no-pager --unit {unit}")
-        assert time.monotonic() < give_up_s, log
-        time.sleep(0.2)
+    until(
+        lambda: machine.run(f"curl --silent --fail --output /dev/null {url} && echo yes || true"),
+        lambda: machine.run(f"journalctl --no-pager --unit {unit}"),
+    )
 
 
 @pytest.mark.parametrize("unit", SERVICES)
@@ -67,10 +65,7 @@ def test_a_unit_starts_comes_back_when_it_is_killed_and_stops_cleanly(
     assert "Uid:\t0\t" not in seen
 
     machine.run(f"systemctl kill --kill-whom=main --signal=KILL {unit}")
-    give_up_s = time.monotonic() + HANG_S
-    while machine.state(unit)["NRestarts"] != "1":
-        assert time.monotonic() < give_up_s
-        time.sleep(0.2)
+    until(lambda: machine.state(unit)["NRestarts"] == "1", "it is started again")
     await_answer(machine, unit)
     machine.run(f"systemctl stop {unit}")
     state = machine.state(unit)

@@ -19,12 +19,12 @@ from aqualib.reporter import Identity
 from aqualib.tensor import Location
 from aqualib.transports import select
 from harness.asgi import as_json
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.consumers import consuming
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.members_on_paper import PaperConsumer, PaperProducer
 from harness.patience import patient_client
-from harness.producers import SLAB, socket_dir, until
+from harness.producers import SLAB, socket_dir
 
 COUNT = 3
 OLD, NEW = ("the key that every coordinator has", "the key that is to take its place")

@@ -26,9 +26,10 @@ from aqualib.producer import server
 from aqualib.producer.escalation import Escalation
 from aqualib.producer.producer import Producer
 from aqualib.transports import select
+from harness.bounds import until
 from harness.consumers import grant
 from harness.other_user import FRIEND, STRANGER, needs_root, other_user
-from harness.producers import IDENTITY, SLAB, lending, socket_dir, until
+from harness.producers import IDENTITY, SLAB, lending, socket_dir
 from harness.raw_consumer import RawConsumer, RefusedError, TokenIssuer
 
 if TYPE_CHECKING:

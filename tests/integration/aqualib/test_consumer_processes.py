@@ -13,12 +13,12 @@ import torch
 
 from aqualib.consumer import Aqua
 from aqualib.tensor import AquaTensor, Location
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.consumers import await_rest, consuming, grant
 from harness.lender_process import LenderProcess
 from harness.memory import CountedMemory
-from harness.producers import SLAB, lending, socket_dir, until
-from harness.raw_consumer import WITHIN_S, TokenIssuer
+from harness.producers import SLAB, lending, socket_dir
+from harness.raw_consumer import TokenIssuer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -211,7 +211,7 @@ def test_a_child_that_outlives_its_killed_parent_does_not_hide_the_death(
         child = int(process.stdout.readline())
         try:
             process.kill()
-            process.wait(WITHIN_S)
+            process.wait(HANG_S)
             until(lambda: producer.free_bytes == COUNT * SLAB, "every slab was replaced")
             os.kill(child, 0)  # It is still there.
         finally:

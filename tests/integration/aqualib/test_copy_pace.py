@@ -25,9 +25,10 @@ from aqualib.producer.profile import Profile
 from aqualib.producer.server import MAX_UNANSWERED
 from aqualib.transports.host_pages import PAGE_BYTES
 from harness.block_pool import PaperPool
+from harness.bounds import until
 from harness.consumers import consuming
 from harness.loans import lend
-from harness.producers import SLAB, lending, until
+from harness.producers import SLAB, lending
 from harness.raw_consumer import RawConsumer, TokenIssuer
 
 if TYPE_CHECKING:

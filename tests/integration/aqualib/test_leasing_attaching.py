@@ -29,10 +29,11 @@ from aqualib.leasing.attachment import Attachment
 from aqualib.producer.producer import Producer
 from aqualib.tensor import Location
 from aqualib.transports import select
+from harness.bounds import HANG_S, until
 from harness.consumers import await_rest, consuming, grant
 from harness.loans import COUNT, lend, locations, require_intact, values
-from harness.producers import SLAB, until
-from harness.raw_consumer import WITHIN_S, TokenIssuer
+from harness.producers import SLAB
+from harness.raw_consumer import TokenIssuer
 
 if TYPE_CHECKING:
     from aqualib.transports.base import MappedSlab
@@ -55,7 +56,7 @@ class TestAttaching:
         lend(aqua, issuer, producer)
         until(lambda: not refused, "the kernel refused")
         reclaim = producer.reclaim(COUNT * SLAB)
-        assert reclaim.wait(WITHIN_S)
+        assert reclaim.wait(HANG_S)
         assert producer.quarantined_bytes == producer.leased_bytes == 0
         require_intact(tensors, stored)
 
@@ -68,7 +69,7 @@ class TestAttaching:
         def select_late(selector: LingeringSelector, timeout: float | None = None) -> Any:  # noqa: ANN401 - as of a selector
             found = select_now(selector, timeout)
             if threading.current_thread().name == "aqua-events":
-                assert closes.wait(WITHIN_S)
+                assert closes.wait(HANG_S)
             return found
 
         def join_and_tell(thread: SupervisedThread, *how: Any) -> bool:  # noqa: ANN401 - as of a thread
@@ -92,7 +93,7 @@ class TestAttaching:
 
         def attach_late(*what: Any, **how: Any) -> Attachment:  # noqa: ANN401 - as of `attach`
             attachment = handshake.attach(*what, **how)
-            assert has_closed.wait(WITHIN_S)
+            assert has_closed.wait(HANG_S)
             return attachment
 
         monkeypatch.setattr(client, "attach", attach_late)
@@ -234,7 +235,7 @@ class TestAttaching:
 
         with consuming() as aqua:
             lend(aqua, issuer, producer)
-            producer.reclaim(producer.offered_bytes).wait(WITHIN_S)
+            producer.reclaim(producer.offered_bytes).wait(HANG_S)
             until(lambda: not aqua.attachments, "the lease has ended")
         before = descriptors()
         with consuming() as aqua:
@@ -243,7 +244,7 @@ class TestAttaching:
                 lend(aqua, issuer, producer)
                 with pytest.raises(CapabilityError):
                     lend(aqua, TokenIssuer(), producer)
-                producer.reclaim(producer.offered_bytes).wait(WITHIN_S)
+                producer.reclaim(producer.offered_bytes).wait(HANG_S)
                 until(lambda: not aqua.attachments, "the lease has ended")
         until(lambda: descriptors() <= before, "no descriptor is left")
 

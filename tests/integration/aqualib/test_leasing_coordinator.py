@@ -28,12 +28,12 @@ from aqualib.producer.producer import Producer
 from aqualib.reporter import Identity
 from aqualib.tensor import AquaTensor, Location
 from aqualib.transports import select
+from harness.bounds import HANG_S, until
 from harness.consumers import await_rest, consuming
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.lender_process import LenderProcess
 from harness.patience import patient_client
-from harness.producers import SLAB, socket_dir, until
-from harness.raw_consumer import WITHIN_S
+from harness.producers import SLAB, socket_dir
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -179,7 +179,7 @@ def test_memory_taken_back_returns_when_it_is_offered_again(
     with borrowing(coordinator) as aqua:
         pairs = fill(aqua)
         await_location(pairs, Location.PEER)
-        assert producer.reclaim(COUNT * SLAB).wait(WITHIN_S)
+        assert producer.reclaim(COUNT * SLAB).wait(HANG_S)
         await_location(pairs, Location.HOST)
         require_intact(pairs)
         assert aqua.stats().spilled_bytes == COUNT * SLAB
@@ -200,7 +200,7 @@ def test_data_moves_from_one_lender_to_another_without_touching_host_memory(
             until(lambda: spare in repr(aqua), "the other's slabs are spare")
             assert other.leased_bytes == COUNT * SLAB
             peak = aqua.stats().spilled_bytes_peak
-            assert producer.reclaim(COUNT * SLAB).wait(WITHIN_S)
+            assert producer.reclaim(COUNT * SLAB).wait(HANG_S)
             await_rest(aqua)
             assert {tensor.location for tensor, _ in pairs} == {Location.PEER}
             assert aqua.stats().spilled_bytes_peak == peak
@@ -250,7 +250,7 @@ def test_a_coordinator_killed_during_a_reclaim_stops_neither_it_nor_paging(
             reclaim = producer.reclaim(COUNT * SLAB)
             until(lambda: reclaim.returned_bytes > 0, "the first slab is back")
             coordinator.kill()
-        assert reclaim.wait(WITHIN_S)
+        assert reclaim.wait(HANG_S)
         require_intact(pairs)
         more = fill(aqua, 4)
         require_intact(more)

@@ -38,9 +38,10 @@ from aqua_protocol.errors import VersionMismatchError
 from aqualib.channel import Channel, ChannelClosedError, listen
 from aqualib.leasing.handshake import attach
 from aqualib.transports import select
+from harness.bounds import HANG_S, until
 from harness.consumers import consuming, grant
-from harness.producers import SLAB, socket_dir, until
-from harness.raw_consumer import WITHIN_S, TokenIssuer, send_bytes
+from harness.producers import SLAB, socket_dir
+from harness.raw_consumer import TokenIssuer, send_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -137,7 +138,7 @@ def meet(directory: Path, script: Script, **options: Any) -> tuple[AquaError, li
                 slab_bytes=SLAB,
                 **options,
             )
-        thread.join(WITHIN_S)
+        thread.join(HANG_S)
         assert not thread.is_alive()
     return caught.value, heard
 
@@ -301,7 +302,7 @@ def test_a_producer_that_breaks_the_protocol_later_loses_its_channel_and_no_data
         crook.slabs(1, 2, 3)
         crook.channel.send(Ping(number=7))
         assert crook.channel.receive()[0].type == "pong"
-        broken.wait(WITHIN_S)
+        broken.wait(HANG_S)
         crook.say(b"\xff\xfe")
         crook.listen()
         crook.close()
@@ -313,7 +314,7 @@ def test_a_producer_that_breaks_the_protocol_later_loses_its_channel_and_no_data
         tensors = [aqua.offload(torch.full((SLAB,), i, dtype=torch.uint8)) for i in range(COUNT)]
         broken.set()
         until(lambda: not aqua.attachments, "the channel was given up")
-        thread.join(WITHIN_S)
+        thread.join(HANG_S)
         for i, tensor in enumerate(tensors):
             assert tensor.load().eq(i).all()
 
@@ -339,11 +340,11 @@ def test_reclaims_of_unknown_slabs_and_old_generations_change_nothing(directory:
         thread = threading.Thread(target=play, args=(listener,))
         thread.start()
         attachment = aqua.attach(terms)
-        assert done.wait(WITHIN_S)
+        assert done.wait(HANG_S)
         assert len(attachment.slabs) == COUNT
         assert not attachment.is_reclaiming
         aqua.close()
-        thread.join(WITHIN_S)
+        thread.join(HANG_S)
 
 
 def open_descriptors() -> int:

@@ -21,12 +21,12 @@ from aqualib.producer.producer import Producer
 from aqualib.tensor import AquaTensor, Location
 from aqualib.transports import select
 from aqualib.transports.host import HostCopier
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.consumers import LateTransport, await_rest, consuming
 from harness.faults import UnforeseenError
 from harness.loans import COUNT, lend, locations, require_intact, values
-from harness.producers import SLAB, until
-from harness.raw_consumer import WITHIN_S, TokenIssuer
+from harness.producers import SLAB
+from harness.raw_consumer import TokenIssuer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +43,7 @@ class TestLoss:
             stored = values(3)
             tensors = [aqua.offload(value) for value in stored]
             broken.append(address_of(tensors[1]))
-            assert producer.reclaim(COUNT * SLAB).wait(WITHIN_S)
+            assert producer.reclaim(COUNT * SLAB).wait(HANG_S)
             await_rest(aqua)
             assert locations(tensors) == [Location.HOST, Location.LOST, Location.HOST]
             require_intact([tensors[0], tensors[2]], [stored[0], stored[2]])
@@ -72,7 +72,7 @@ class TestLoss:
             await_rest(aqua)
             assert tensors[0].location is Location.PEER
             broken.append(address_of(tensors[0]))
-            assert producer.reclaim(COUNT * SLAB).wait(WITHIN_S)
+            assert producer.reclaim(COUNT * SLAB).wait(HANG_S)
             require_intact(tensors, stored)
 
     def test_lost_blocks_are_named_and_their_slots_come_back_when_freed(
@@ -86,7 +86,7 @@ class TestLoss:
             transfer.wait()
             slab = aqua.attachments[0].slabs[1]  # Under the second of the two frames.
             broken.append(slab.memory.tensor.data_ptr())
-            assert producer.reclaim(COUNT * SLAB).wait(WITHIN_S)
+            assert producer.reclaim(COUNT * SLAB).wait(HANG_S)
             await_rest(aqua)
             dst = torch.zeros_like(src)
             with pytest.raises(DataLostError) as caught:

@@ -15,10 +15,11 @@ from aqualib.channel import Channel
 from aqualib.consumer import Aqua
 from aqualib.producer.producer import Producer
 from aqualib.tensor import AquaTensor, Location
+from harness.bounds import HANG_S, until
 from harness.consumers import await_rest, consuming
 from harness.loans import COUNT, await_progress, lend, locations, require_intact, values
-from harness.producers import SLAB, lending, until
-from harness.raw_consumer import WITHIN_S, TokenIssuer
+from harness.producers import SLAB, lending
+from harness.raw_consumer import TokenIssuer
 
 
 class TestReclaim:
@@ -28,7 +29,7 @@ class TestReclaim:
         lend(aqua, issuer, producer)
         stored = values()
         tensors = [aqua.offload(value) for value in stored]
-        assert producer.reclaim(COUNT * SLAB).wait(WITHIN_S)
+        assert producer.reclaim(COUNT * SLAB).wait(HANG_S)
         await_rest(aqua)
         assert locations(tensors) == [Location.HOST] * COUNT
         require_intact(tensors, stored)
@@ -59,7 +60,7 @@ class TestReclaim:
             send(channel, message)
 
         monkeypatch.setattr(Channel, "send", sending)
-        assert producer.reclaim(COUNT * SLAB).wait(WITHIN_S)
+        assert producer.reclaim(COUNT * SLAB).wait(HANG_S)
         assert left == list(range(COUNT - 1, -1, -1))
         await_rest(aqua)
         assert locations(tensors) == [Location.HOST] * COUNT
@@ -70,7 +71,7 @@ class TestReclaim:
         lend(aqua, issuer, producer)
         stored = values(3)
         tensors = [aqua.offload(value) for value in stored]
-        assert producer.reclaim(5 * SLAB).wait(WITHIN_S)
+        assert producer.reclaim(5 * SLAB).wait(HANG_S)
         await_rest(aqua)
         assert len(aqua.attachments[0].slabs) == 3
         require_intact(tensors, stored)
@@ -84,12 +85,12 @@ class TestReclaim:
         other_mint = TokenIssuer()
         with lending(other_mint, 3) as other:
             lend(aqua, other_mint, other, 3)
-            assert producer.reclaim(COUNT * SLAB).wait(WITHIN_S)
+            assert producer.reclaim(COUNT * SLAB).wait(HANG_S)
             await_rest(aqua)
             assert sorted(locations(tensors)) == [Location.HOST] + [Location.PEER] * 3
             require_intact(tensors, stored)
             assert other.leased_bytes == 3 * SLAB
-            other.reclaim(3 * SLAB).wait(WITHIN_S)
+            other.reclaim(3 * SLAB).wait(HANG_S)
             require_intact(tensors, stored)
 
     def test_what_was_only_read_since_its_promotion_leaves_without_a_copy(
@@ -103,7 +104,7 @@ class TestReclaim:
             view[7] += 1
         stored[3][7] += 1
         require_intact(tensors, stored)
-        assert producer.reclaim(COUNT * SLAB).wait(WITHIN_S)
+        assert producer.reclaim(COUNT * SLAB).wait(HANG_S)
         await_rest(aqua)
         require_intact(tensors, stored)
         assert aqua.stats().drain_copied_bytes == SLAB  # Of one tensor in eight.
@@ -142,11 +143,11 @@ class TestReclaim:
                 producer.offer(COUNT * SLAB)
                 lend(aqua, issuer, producer)
                 await_progress(rounds)
-                assert producer.reclaim(COUNT * SLAB).wait(WITHIN_S)
+                assert producer.reclaim(COUNT * SLAB).wait(HANG_S)
         finally:
             stop.set()
             for thread in threads:
-                thread.join(WITHIN_S)
+                thread.join(HANG_S)
         assert not wrong
         stats = aqua.stats()
         assert stats.promoted_bytes > 0
@@ -184,7 +185,7 @@ class TestReclaim:
         lend(aqua, issuer, producer)
         stored = values()
         tensors = [aqua.offload(value) for value in stored]
-        producer.close(deadline_s=WITHIN_S)
+        producer.close(deadline_s=HANG_S)
         until(lambda: not aqua.attachments, "the attachment is gone")
         require_intact(tensors, stored)
 
@@ -244,7 +245,7 @@ class TestPins:
             view[0] = 3
             assert tensor.location is Location.PEER
             assert not reclaim.done
-        assert reclaim.wait(WITHIN_S)
+        assert reclaim.wait(HANG_S)
         value[0] = 3
         require_intact([tensor], [value])
         assert locations([tensor]) == [Location.HOST]
@@ -260,7 +261,7 @@ class TestPins:
             view.fill_(5)
             assert not reclaim.done
         assert "keeps" in caplog.text
-        assert reclaim.wait(WITHIN_S)
+        assert reclaim.wait(HANG_S)
         assert tensor.load().tolist() == [5.0] * 16
 
     def test_a_view_that_outlives_its_block_keeps_the_bytes_in_place_and_is_reported_once(
@@ -280,7 +281,7 @@ class TestPins:
         assert tensor.load()[3] == 9
         assert not reclaim.done
         del leaked, also_leaked
-        assert reclaim.wait(WITHIN_S)
+        assert reclaim.wait(HANG_S)
         assert tensor.load()[3] == 9
 
     def test_a_view_that_outlives_its_block_keeps_its_tensor_out_of_a_promotion_too(
@@ -308,7 +309,7 @@ class TestPins:
         until(lambda: aqua.stats().moves_abandoned > 3, "unmapping was refused again and again")
         assert not reclaim.done
         strays.clear()
-        assert reclaim.wait(WITHIN_S)
+        assert reclaim.wait(HANG_S)
 
     def test_a_slab_that_cannot_be_unmapped_yet_stays_the_place_of_its_bytes(
         self, aqua: Aqua, issuer: TokenIssuer, producer: Producer, caplog: pytest.LogCaptureFixture
@@ -325,7 +326,7 @@ class TestPins:
         assert torch.equal(tensor.load(), value.flip(0))
         assert not reclaim.done
         del stray
-        assert reclaim.wait(WITHIN_S)
+        assert reclaim.wait(HANG_S)
         assert torch.equal(tensor.load(), value.flip(0))
 
     def test_a_thread_that_holds_one_frame_and_waits_for_another_cannot_lock_anyone_out(
@@ -333,7 +334,7 @@ class TestPins:
     ) -> None:
         lend(aqua, issuer, producer, 2)
         one, other = (aqua.offload(value) for value in values(2))
-        barrier = threading.Barrier(2, timeout=WITHIN_S)
+        barrier = threading.Barrier(2, timeout=HANG_S)
 
         def hold(first: AquaTensor, second: AquaTensor) -> None:
             with first.pinned():
@@ -349,6 +350,6 @@ class TestPins:
             thread.start()
         reclaim = producer.reclaim(COUNT * SLAB)
         for thread in threads:
-            thread.join(WITHIN_S)
+            thread.join(HANG_S)
             assert not thread.is_alive()
-        assert reclaim.wait(WITHIN_S)
+        assert reclaim.wait(HANG_S)

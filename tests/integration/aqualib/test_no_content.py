@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from aqua_protocol import ChecksumMismatchError
+from harness.bounds import HANG_S
 from harness.consumers import await_rest, consuming
 from harness.loans import COUNT, lend
 from harness.producers import SLAB
-from harness.raw_consumer import WITHIN_S
 
 if TYPE_CHECKING:
     from aqualib.producer.producer import Producer
@@ -44,7 +44,7 @@ def test_a_prompt_that_is_paged_is_seen_nowhere_else(
             with pytest.raises(ChecksumMismatchError) as caught:
                 access()
             failures.append(caught.value)
-        assert producer.reclaim(COUNT * SLAB).wait(WITHIN_S)
+        assert producer.reclaim(COUNT * SLAB).wait(HANG_S)
         await_rest(aqua)
         held = (aqua, tensor, blocks, producer, *aqua.attachments, aqua.stats(), aqua.step())
         told = [repr(one) + str(one) for one in (*held, *failures)]

@@ -13,17 +13,10 @@ from aqua_protocol.channel import MAX_PACKET_BYTES, MAX_SLABS_PER_PACKET, Ping
 from aqualib.channel import ChannelClosedError, LingeringSelector
 from aqualib.peers import trusted_uids
 from aqualib.producer import server
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.memory import CountedMemory
-from harness.producers import SLAB, lending, until
-from harness.raw_consumer import (
-    WITHIN_S,
-    ConsumerProcess,
-    RawConsumer,
-    RefusedError,
-    TokenIssuer,
-    send_bytes,
-)
+from harness.producers import SLAB, lending
+from harness.raw_consumer import ConsumerProcess, RawConsumer, RefusedError, TokenIssuer, send_bytes
 
 if TYPE_CHECKING:
     import selectors
@@ -140,7 +133,7 @@ def test_answers_sent_before_a_close_with_unread_packets_still_count(
             for slab in slabs:
                 consumer.give_back(slab)
             consumer.hang_up()
-        assert reclaim.wait(WITHIN_S)
+        assert reclaim.wait(HANG_S)
         until(lambda: producer.free_bytes == SLAB, "the other slab is free")
         assert producer.quarantined_bytes == 0
 

@@ -16,10 +16,11 @@ from aqualib.connection import open_producer
 from aqualib.producer.producer import Producer
 from aqualib.reporter import Identity
 from aqualib.transports import select
+from harness.bounds import HANG_S, until
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.patience import patient_client
-from harness.producers import SLAB, socket_dir, until
-from harness.raw_consumer import WITHIN_S, ConsumerProcess, RawConsumer, RefusedError
+from harness.producers import SLAB, socket_dir
+from harness.raw_consumer import ConsumerProcess, RawConsumer, RefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -106,7 +107,7 @@ def await_books(coordinator: CoordinatorProcess, *, offered: int, leased: int) -
 
 def await_grantable(producer: Producer) -> None:
     until(lambda: producer.grantable, "the producer may be granted from")
-    assert producer.flush_report(WITHIN_S)
+    assert producer.flush_report(HANG_S)
 
 
 def test_a_lease_goes_through_the_books_and_its_end_as_well(
@@ -138,7 +139,7 @@ def test_a_partial_reclaim_shows_in_the_books(
         reclaim = producer.reclaim(3 * SLAB)
         for slab in consumer.await_reclaim():
             consumer.give_back(slab)
-        assert reclaim.wait(WITHIN_S)
+        assert reclaim.wait(HANG_S)
         await_books(coordinator, offered=5, leased=5)
         view = f"reclaims/{reclaim.reclaim_id}"
         until(lambda: coordinator.get(view)["done"], "the reclaim is done in the books")
@@ -155,12 +156,12 @@ def test_a_reclaim_needs_no_coordinator_and_the_books_catch_up(
     late = borrower.borrow  # A consumer that asks while nobody answers.
     with RawConsumer(grant.endpoint) as consumer:
         consumer.attach(grant.token)
-        assert producer.flush_report(WITHIN_S)
+        assert producer.flush_report(HANG_S)
         coordinator.kill()
         reclaim = producer.reclaim(2 * SLAB)
         for slab in consumer.await_reclaim():
             consumer.give_back(slab)
-        assert reclaim.wait(WITHIN_S)
+        assert reclaim.wait(HANG_S)
         with pytest.raises(UnavailableError):
             late(1)
         until(lambda: producer.coordinator_error is not None, "the absence is noticed")
@@ -211,7 +212,7 @@ def test_a_lease_released_in_the_books_is_asked_back(
     grant = borrower.borrow(2)
     with RawConsumer(grant.endpoint) as consumer:
         consumer.attach(grant.token)
-        assert producer.flush_report(WITHIN_S)
+        assert producer.flush_report(HANG_S)
         link.release_lease(grant.lease.lease_id, grant.lease.epoch)
         for slab in consumer.await_reclaim():
             consumer.give_back(slab)
@@ -256,7 +257,7 @@ def test_a_lease_that_came_and_went_between_two_reports_does_not_stay_granted(
             consumer.give_back(slab)
             assert consumer.await_end() == "goodbye"
     for _ in range(3):
-        assert producer.flush_report(WITHIN_S)
+        assert producer.flush_report(HANG_S)
     assert books(coordinator)["leased_bytes"] == 0
 
 
@@ -307,7 +308,7 @@ def test_a_wrong_token_is_said_and_stops_no_reclaim(directory: Path) -> None:
             producer = make(link, directory)
             until(lambda: producer.coordinator_error is not None, "the refusal arrives")
             assert isinstance(producer.coordinator_error, UnauthenticatedError)
-            assert producer.reclaim(SLAB).wait(WITHIN_S)
+            assert producer.reclaim(SLAB).wait(HANG_S)
             producer.close(deadline_s=0.01)
 
 

@@ -13,10 +13,10 @@ from aqualib.producer.device import EmulatedMemory
 from aqualib.producer.informer import Informer
 from aqualib.producer.offer_rule import OfferBytes, ReclaimBytes
 from aqualib.producer.profile import Profile
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.consumers import consuming
 from harness.loans import lend
-from harness.producers import SLAB, lending, until
+from harness.producers import SLAB, lending
 from harness.raw_consumer import ConsumerProcess, RawConsumer, TokenIssuer
 
 if TYPE_CHECKING:

@@ -30,8 +30,9 @@ from aqualib.producer.producer import Producer
 from aqualib.producer.slab_memory import SlabMemory
 from aqualib.reporter import Identity
 from aqualib.transports import select
-from harness.producers import IDENTITY, SLAB, lending, socket_dir, until
-from harness.raw_consumer import WITHIN_S, ConsumerProcess, RawConsumer, TokenIssuer
+from harness.bounds import HANG_S, until
+from harness.producers import IDENTITY, SLAB, lending, socket_dir
+from harness.raw_consumer import ConsumerProcess, RawConsumer, TokenIssuer
 from harness.transport_peer import open_descriptors
 
 
@@ -216,7 +217,7 @@ def test_closing_takes_everything_back_and_leaves_nothing_behind() -> None:
             for slab in consumer.await_reclaim():
                 consumer.give_back(slab)
             assert consumer.await_end() == "goodbye"
-        closing.join(WITHIN_S)
+        closing.join(HANG_S)
         assert not closing.is_alive()
         producer.close()
         assert list(directory.iterdir()) == []

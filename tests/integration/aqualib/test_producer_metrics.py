@@ -13,8 +13,8 @@ from aqua_protocol import ConfigError
 from aqua_protocol.members import ReclaimOrder
 from aqualib.producer.metrics import ProducerMetrics
 from aqualib.producer.producer import Producer
-from harness.bounds import HANG_S
-from harness.producers import SLAB, lending, socket_dir, until
+from harness.bounds import HANG_S, until
+from harness.producers import SLAB, lending, socket_dir
 from harness.raw_consumer import RawConsumer, TokenIssuer
 
 

@@ -11,8 +11,8 @@ import pytest
 from aqua_protocol.channel import MAX_SLABS_PER_PACKET
 from aqua_protocol.members import LeaseNotice, ReclaimOrder
 from aqualib.producer.escalation import Escalation
-from harness.bounds import HANG_S
-from harness.producers import SLAB, lending, until
+from harness.bounds import HANG_S, until
+from harness.producers import SLAB, lending
 from harness.raw_consumer import ConsumerProcess, RawConsumer, TokenIssuer
 
 if TYPE_CHECKING:

@@ -21,10 +21,11 @@ from aqua_protocol.channel import Slabs, Welcome
 from aqualib.peers import PeerCredentials, process_behind
 from aqualib.producer import slab_memory
 from aqualib.transports.base import Handle
+from harness.bounds import until
 from harness.cuda.stand_in import stand_in
 from harness.memory import CountedMemory
 from harness.other_user import FRIEND, needs_root, other_user
-from harness.producers import SLAB, lending, until
+from harness.producers import SLAB, lending
 from harness.raw_consumer import ConsumerProcess, RawConsumer, RefusedError, TokenIssuer
 from harness.transport_peer import Peer
 

@@ -18,10 +18,10 @@ from aqualib.producer.informer import Informer
 from aqualib.producer.offer_rule import ObservedLoad, OfferBytes, ReclaimBytes
 from aqualib.producer.producer import Producer
 from aqualib.producer.profile_follower import ProfileFollower, ProfileState
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.patience import patient_client
-from harness.producers import SLAB, socket_dir, until
+from harness.producers import SLAB, socket_dir
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

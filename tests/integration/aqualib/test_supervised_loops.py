@@ -24,11 +24,12 @@ from aqualib.producer.profile import Profile
 from aqualib.reporter import Identity
 from aqualib.tensor import Location
 from aqualib.transports import select
+from harness.bounds import until
 from harness.consumers import consuming
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.faults import FaultInjector, UnforeseenError, faults, have_rested
 from harness.patience import patient_client
-from harness.producers import SLAB, socket_dir, until
+from harness.producers import SLAB, socket_dir
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -24,9 +24,9 @@ from aqualib.producer.device import EmulatedMemory
 from aqualib.producer.informer import Informer
 from aqualib.producer.offer_rule import OfferBytes, ReclaimBytes
 from aqualib.producer.profile import Profile
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.cluster import new_cluster
-from harness.producers import lending, until
+from harness.producers import lending
 from harness.raw_consumer import RawConsumer, TokenIssuer
 
 if TYPE_CHECKING:

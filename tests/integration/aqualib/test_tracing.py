@@ -20,10 +20,10 @@ from aqua_protocol import ConfigError
 from aqua_protocol.channel import Goodbye, Hello, Released
 from aqualib.settings import load_settings
 from aqualib.tensor import Location
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.otlp_receiver import Mood, OtlpReceiver
-from harness.producers import SLAB, socket_dir, until
+from harness.producers import SLAB, socket_dir
 from harness.program import Program, say
 
 if TYPE_CHECKING:

@@ -31,8 +31,9 @@ from aqualib.producer.copy_limit import FIRST_RATE, MIN_STEPS
 from aqualib.producer.informer import StepListener
 from aqualib.transports.host_pages import PAGE_BYTES
 from harness.block_pool import PaperPool
+from harness.bounds import until
 from harness.consumers import consuming, grant
-from harness.producers import socket_dir, until
+from harness.producers import socket_dir
 from harness.raw_consumer import TokenIssuer
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from harness.batch_service import (
     submit,
     wait_until,
 )
-from harness.bounds import HANG_S, stopwatch
+from harness.bounds import until
 from harness.counting_server import CountingServer
 
 LEASE_S = "0.5"
@@ -27,13 +26,6 @@ def outcomes_by_line(data_dir: Path) -> dict[int, int]:
     """How many outcomes each line has in the database."""
     with closing(sqlite3.connect(data_dir / "batch.db")) as database:
         return dict(database.execute("SELECT line, count(*) FROM outcomes GROUP BY line"))
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    """Look until it is so; another process's database has no event."""
-    ended = stopwatch()
-    while not is_so():
-        assert ended() < HANG_S, "it never came about"
 
 
 @pytest.mark.parametrize("is_fenced", [True, False], ids=["fenced", "control"])
@@ -57,7 +49,10 @@ def test_answers_of_a_service_that_stood_still_are_discarded(
             wait_until(client, batch.id, lambda seen: completed(seen) == 3)
             frozen.thaw()
             if not is_fenced:
-                until(lambda: set(outcomes_by_line(tmp_path).values()) == {2})
+                until(
+                    lambda: set(outcomes_by_line(tmp_path).values()) == {2},
+                    "each line has two outcomes",
+                )
                 return
             frozen.wait_to_say("late answers discarded")
             assert outcomes_by_line(tmp_path) == {1: 1, 2: 1, 3: 1}

@@ -12,7 +12,7 @@ from aqua_batch.service.rows import keys
 from aqua_batch.service.rows.database import Database
 from aqua_batch.service.rows.quotas import TenantLimits, list_quotas, set_quota
 from harness.batch_service import BatchServiceProcess, chat_line, records, submit, wait_until
-from harness.bounds import HANG_S, stopwatch
+from harness.bounds import until
 from harness.counting_server import CountingServer
 
 
@@ -102,9 +102,10 @@ async def test_a_tenant_that_has_its_share_is_refused_and_others_are_not(tmp_pat
         with pytest.raises(openai.PermissionDeniedError, match="would exceed"):
             ours.files.create(file=("in.jsonl", line * 9), purpose="batch")
         assert list(ours.files.list()) == []
-        waited = stopwatch()
-        while any((tmp_path / "files/inputs").iterdir()):
-            assert waited() < HANG_S, "a refused upload leaves its bytes"
+        until(
+            lambda: not any((tmp_path / "files/inputs").iterdir()),
+            "a refused upload leaves no bytes",
+        )
         three = submit(ours, [chat_line(f"{i}", "x") for i in range(3)])
         ended = wait_until(ours, three.id)
         assert ended.errors

@@ -9,7 +9,6 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -19,7 +18,7 @@ from aqua_coordinator.embedded import MAX_LOG_BYTES, EmbeddedValkey, Fsync
 from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_protocol import ConfigError, SocketPathTooLongError, UnavailableError
 from aqua_protocol.errors import StoreFullError
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, async_until
 from harness.store_servers import (
     kill_store,
     preloaded,
@@ -27,13 +26,6 @@ from harness.store_servers import (
     server_program,
     short_directory,
 )
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Wait for a condition, in bounded time."""
-    async with asyncio.timeout(HANG_S):
-        while not holds():  # noqa: ASYNC110 - a process has no event to wait for
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("fsync", list(Fsync))
@@ -110,7 +102,7 @@ async def test_a_kept_server_comes_back_whenever_it_dies() -> None:
                 dead = store.pid
                 assert dead is not None
                 os.kill(dead, signal.SIGKILL)
-                await until(lambda dead=dead: store.pid != dead)  # type: ignore[misc] # bound now
+                await async_until(lambda dead=dead: store.pid != dead)  # type: ignore[misc] # bound now
         finally:
             await store.stop_supervising()
 

@@ -23,7 +23,7 @@ from aqua_coordinator.access.tokens import Role, create_token, revoke_token
 from aqua_coordinator.http.token_queue import IN_WORK_BYTES
 from aqua_protocol import LeaseState
 from aqua_protocol.leases import LeaseGrant, LeaseView
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.members_on_paper import PaperConsumer, PaperProducer
 
@@ -64,9 +64,9 @@ class Cluster:
 
     def until_status(self, token: str, status: int) -> None:
         """Wait until a token is answered so."""
-        give_up_s = time.monotonic() + HANG_S
-        while self.call("GET", "leases", token=token).status_code != status:
-            assert time.monotonic() < give_up_s, f"never {status}"
+        until(
+            lambda: self.call("GET", "leases", token=token).status_code == status, f"it is {status}"
+        )
 
     def call(
         self, method: str, path: str, body: BaseModel | None = None, *, token: str | None = None
@@ -308,9 +308,7 @@ def test_one_token_leaves_event_streams_to_others(tmp_path: Path) -> None:
         assert statuses == [b"200"] * 2 + [b"503"] * 6
         assert b" 200 " in begin(other)
         flood.end()
-        give_up_s = time.monotonic() + HANG_S
-        while b" 200 " not in begin(greedy):
-            assert time.monotonic() < give_up_s, "its streams have ended"
+        until(lambda: b" 200 " in begin(greedy), "its streams have ended")
 
 
 def test_a_report_finds_room_beside_whatever_else_is_being_served(tmp_path: Path) -> None:
@@ -430,12 +428,8 @@ def test_an_answer_that_its_reader_does_not_take_is_given_up(tmp_path: Path) -> 
         with contextlib.suppress(ConnectionError):
             flood.send("GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * MAX_PIPELINED)
         closed = 'aqua_coordinator_connections_closed_total{reason="unread"}'
-        give_up_s = time.monotonic() + HANG_S
-        while (
-            closed
-            not in httpx.get(f"{cluster.process.url}/metrics", trust_env=False, timeout=HANG_S).text
-        ):
-            assert time.monotonic() < give_up_s
+        url = f"{cluster.process.url}/metrics"
+        until(lambda: closed in httpx.get(url, trust_env=False, timeout=HANG_S).text, closed)
 
 
 def test_an_event_stream_ends_with_its_token(tmp_path: Path) -> None:

@@ -25,10 +25,10 @@ from aqua_coordinator.store.scripts import SCRIPTS, assemble
 from aqua_protocol import CapacityError, ConfigError, LeaseState, UnavailableError
 from aqua_protocol.errors import StoreFullError, StoreUnavailableError
 from aqua_protocol.leases import LeaseView
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.ledger_room import NOW_S, LedgerRoom, ledger_room
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
-from harness.redis_nodes import RedisNode, free_ports, until
+from harness.redis_nodes import RedisNode, free_ports
 from harness.store_servers import kill_store, running_store, server_program, short_directory
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -24,7 +24,7 @@ from aqua_coordinator.access.tokens import Role, create_token
 from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_coordinator.store.adoption import FILE_NAME
 from aqua_protocol.leases import LeaseGrant
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.coordinator_process import CoordinatorProcess
 from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
 from harness.patience import variables
@@ -35,14 +35,6 @@ PATIENT: Final[dict[str, Any]] = {
     "AQUA_SILENT_MEMBER_S": "3600",
     "AQUA_ATTACH_WINDOW_S": "300",
 }
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    """Wait for a condition, in bounded time."""
-    give_up_s = time.monotonic() + HANG_S
-    while not holds():
-        assert time.monotonic() < give_up_s, what
-        time.sleep(0.01)
 
 
 def is_ready(url: str) -> bool:

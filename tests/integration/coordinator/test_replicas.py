@@ -11,10 +11,10 @@ import pytest
 from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_protocol import LeaseState
 from aqua_protocol.errors import CapacityError, StoreFullError, StoreUnavailableError
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.ledger_room import LedgerRoom
 from harness.members_on_paper import PaperConsumer, PaperProducer
-from harness.redis_nodes import RedisNode, replicated, resume, stop, until
+from harness.redis_nodes import RedisNode, replicated, resume, stop
 from harness.store_servers import short_directory
 
 IMPATIENT_S = 0.3

@@ -10,8 +10,7 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from aqua_coordinator.http.connections import MAX_STRANGERS
 from aqua_protocol import ConfigError, UnavailableError
 from aqua_protocol.errors import UnauthenticatedError
 from aqualib.settings import load_settings
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.certificates import Authority, files_in, replace
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.members_on_paper import PaperProducer
@@ -204,13 +203,6 @@ def test_files_that_are_no_good_are_told_at_the_start(tmp_path: Path, broken: st
     assert "Traceback" not in str(caught.value)
     with pytest.raises(ConfigError, match="TLS files"):
         CoordinatorClient("https://localhost", tls=TlsFiles(cert=key))
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    """Wait for something that takes a handshake or a second."""
-    give_up_s = time.monotonic() + HANG_S
-    while not holds():
-        assert time.monotonic() < give_up_s, what
 
 
 class Load:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from aqua_coordinator.app import Service
 from aqua_coordinator.embedded import EmbeddedValkey
 from aqua_coordinator.server import Server
 from aqua_coordinator.settings import CoordinatorSettings
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, async_until
 from harness.ledger_room import ledger_room
 from harness.members_on_paper import PaperConsumer, PaperProducer
 
@@ -47,13 +47,6 @@ async def address(service: Service) -> AsyncIterator[tuple[str, int]]:
     """Where the coordinator listens."""
     async with serving(service) as listening_at:
         yield listening_at
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Wait for a condition, in bounded time."""
-    async with asyncio.timeout(HANG_S):
-        while not holds():  # noqa: ASYNC110 - uvicorn has no event to wait for
-            await asyncio.sleep(0)
 
 
 def in_flight(service: Service) -> float:
@@ -217,10 +210,10 @@ async def test_a_request_under_way_is_answered_before_the_server_ends(service: S
         await wire.answer()
         whole = request()
         await wire.send(whole[:-1])
-        await until(lambda: in_flight(service) == 1)
+        await async_until(lambda: in_flight(service) == 1)
         server.should_exit = True
         # Set when the shutdown begins, in the same turn of the loop as connections are told.
-        await until(lambda: service.services.event_watcher.closed)
+        await async_until(lambda: service.services.event_watcher.closed)
         await wire.send(whole[-1:])
         status, headers, _ = await wire.answer()
         assert (status, headers["connection"]) == (404, "close")

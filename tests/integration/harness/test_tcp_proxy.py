@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from harness.bounds import HANG_S
-from harness.redis_nodes import until
+from harness.bounds import HANG_S, until
 from harness.tcp_proxy import Passage, ProxyThread, TcpProxy
 
 

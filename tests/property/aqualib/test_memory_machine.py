@@ -32,9 +32,10 @@ from aqualib.blocks import BlockStore
 from aqualib.producer.producer import Producer
 from aqualib.tensor import AquaTensor
 from aqualib.transports import select
+from harness.bounds import HANG_S
 from harness.consumers import LateTransport, await_rest, consuming, grant
 from harness.producers import SLAB, lending
-from harness.raw_consumer import WITHIN_S, TokenIssuer
+from harness.raw_consumer import TokenIssuer
 from harness.slices import examples
 
 BLOCK = SLAB // 4
@@ -206,7 +207,7 @@ class ConsumerAgainstADict(RuleBasedStateMachine):
     def reclaim(self, which: int, count: int, waits: bool) -> None:
         reclaim = self.producers[which].reclaim(count * SLAB)
         if waits and not self.views and not self.has_broken_channels:
-            assert reclaim.wait(WITHIN_S), (reclaim, self.aqua)
+            assert reclaim.wait(HANG_S), (reclaim, self.aqua)
 
     # Which leases there are is a matter of time, and what Hypothesis draws must not be.
     @rule(which=st.integers(0, 5))

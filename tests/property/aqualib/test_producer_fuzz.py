@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aqualib.channel import ChannelClosedError
-from harness.producers import SLAB, lending, until
+from harness.bounds import until
+from harness.producers import SLAB, lending
 from harness.raw_consumer import (
     RawConsumer,
     RefusedError,

@@ -12,9 +12,10 @@ from aqualib.consumer import Aqua
 from aqualib.producer.producer import Producer
 from aqualib.transports.host import HostCopier
 from aqualib.transports.memfd import MemfdTransport
+from harness.bounds import HANG_S
 from harness.consumers import consuming, grant
 from harness.producers import SLAB, lending
-from harness.raw_consumer import WITHIN_S, TokenIssuer
+from harness.raw_consumer import TokenIssuer
 
 BLOCK_BYTES = SLAB // 8
 LENDERS = ("one", "two", "three")
@@ -65,7 +66,7 @@ def rows(count: int) -> torch.Tensor:
 
 def at_home_after_reclaim(producer: Producer, store: BlockStore, slots: torch.Tensor) -> list[int]:
     """Which of the blocks come home when this lender takes all back."""
-    assert producer.reclaim(2 * SLAB).wait(WITHIN_S)
+    assert producer.reclaim(2 * SLAB).wait(HANG_S)
     return [at for at, slot in enumerate(slots) if store.location(slot.view(1)).value == "host"]
 
 
@@ -95,7 +96,7 @@ def test_a_lender_that_is_full_leaves_its_share_to_the_others() -> None:
 
 def test_a_lender_that_takes_memory_back_is_given_no_share() -> None:
     with borrowing(LaneTransport(3), LENDERS) as (_, store, producers):
-        assert producers["one"].reclaim(2 * SLAB).wait(WITHIN_S)
+        assert producers["one"].reclaim(2 * SLAB).wait(HANG_S)
         slots = store.page_out(rows(8))[0]
         assert store.location(slots).value == "peer"
         assert at_home_after_reclaim(producers["two"], store, slots) == [0, 1, 2, 3]

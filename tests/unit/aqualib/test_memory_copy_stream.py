@@ -19,10 +19,10 @@ from aqualib.memory.frame_store import FrameStore
 from aqualib.memory.migration_policy import Promotion
 from aqualib.memory.transfers import Transfers
 from aqualib.metrics import ConsumerMetrics, Direction
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.consumers import IDENTITY, LateCopier, LateTransport
 from harness.memory import PaperLender, PaperSlab
-from harness.producers import SLAB, until
+from harness.producers import SLAB
 
 BLOCK = SLAB // 4
 

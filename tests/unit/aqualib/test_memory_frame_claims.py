@@ -16,8 +16,8 @@ from aqualib.memory.frame import Frame, PeerSlab
 from aqualib.memory.frame_store import FrameStore
 from aqualib.memory.migration_policy import Drain
 from aqualib.transports.base import Transport
+from harness.bounds import until
 from harness.memory import PaperLender, PaperSlab
-from harness.producers import until
 
 SLAB_BYTES = 1 << 20
 UNIT_BYTES = 256

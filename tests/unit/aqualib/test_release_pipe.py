@@ -7,8 +7,7 @@ import pytest
 
 from aqua_protocol import TransportError
 from aqualib.transports.release_pipe import DeferredFree, ReleasePipes
-from harness.bounds import HANG_S
-from harness.producers import until
+from harness.bounds import HANG_S, until
 from harness.transport_peer import open_descriptors
 
 

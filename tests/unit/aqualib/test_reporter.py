@@ -16,8 +16,7 @@ from aqua_protocol.errors import UnauthenticatedError
 from aqua_protocol.members import MemberAck
 from aqualib import reporter as reporter_module
 from aqualib.reporter import Reporter
-from harness.bounds import HANG_S
-from harness.producers import until
+from harness.bounds import HANG_S, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

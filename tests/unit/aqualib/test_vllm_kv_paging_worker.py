@@ -13,9 +13,8 @@ from aqualib.engines.vllm.paging import worker as worker_module
 from aqualib.engines.vllm.paging.plan import PagingPlan, WorkerReport, WorkerStore
 from aqualib.engines.vllm.paging.rows import BlockCopier, block_rows
 from aqualib.engines.vllm.paging.worker import KvPagingWorker
-from harness.bounds import HANG_S
+from harness.bounds import HANG_S, until
 from harness.consumers import consuming
-from harness.producers import until
 
 BLOCKS = 16
 
