@@ -13,6 +13,10 @@ from unittest import mock
 
 import pytest
 
+from aqua_protocol import TransportKind
+from aqua_protocol.errors import TransportUnavailableError
+from aqualib.transports import select
+from aqualib.transports.base import Transport
 from harness.gpu.step import ON_STAND_IN
 
 
@@ -28,6 +32,14 @@ def _on_stand_in() -> Iterator[None]:
         cuda = SimpleNamespace(Device=_NoDevice, runtime=CupyOver(standing.machine).runtime)
         with mock.patch.dict(sys.modules, cupy=SimpleNamespace(cuda=cuda)):
             yield
+
+
+@pytest.fixture(scope="module", params=[TransportKind.CUDA_VMM, TransportKind.CUDA_IPC], ids=str)
+def transport(request: pytest.FixtureRequest) -> Transport:
+    try:
+        return select(request.param)
+    except TransportUnavailableError as refusal:
+        pytest.skip(str(refusal))
 
 
 class _NoDevice:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from aqualib.consumer import Aqua
@@ -27,8 +29,14 @@ def values(count: int = COUNT, nbytes: int = SLAB, seed: int = 1) -> list[torch.
     ]
 
 
-def require_intact(tensors: list[AquaTensor], stored: list[torch.Tensor]) -> None:
-    for tensor, value in zip(tensors, stored, strict=True):
+def fill(aqua: Aqua, count: int = COUNT) -> list[tuple[AquaTensor, torch.Tensor]]:
+    """Store values of a slab each, other ones at each call: what holds them, and they."""
+    stored = [torch.randint(0, 256, (SLAB,), dtype=torch.uint8) for _ in range(count)]
+    return [(aqua.offload(value), value) for value in stored]
+
+
+def require_intact(pairs: Iterable[tuple[AquaTensor, torch.Tensor]]) -> None:
+    for tensor, value in pairs:
         assert torch.equal(tensor.load(), value), tensor
 
 

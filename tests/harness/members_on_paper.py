@@ -136,3 +136,7 @@ class PaperConsumer:
         """A wish for so many slabs."""
         fields: dict[str, object] = {"consumer_id": self.name, "bytes": slabs * SLAB}
         return LeaseRequest.model_validate(fields | changes)
+
+
+Pair = tuple[PaperProducer, PaperConsumer]
+"""One to lend from and one that may ask."""

@@ -166,6 +166,17 @@ class RawConsumer:
             raise RefusedError(message.error)
         return message, fds
 
+    def refusal_code(self) -> str:
+        """The code of the refusal that has to come next, with a remedy."""
+        try:
+            told = self.receive()
+        except RefusedError as refusal:
+            body = refusal.body
+        else:
+            raise AssertionError(f"no refusal came, but {told}")
+        assert body.remedy
+        return body.code
+
     def readable(self, timeout_s: float = 0.0) -> bool:
         """Whether a packet, or the end of the channel, is there."""
         poll = select.poll()

@@ -197,17 +197,22 @@ def pattern(seed: int, count: int) -> Any:  # noqa: ANN401 - torch is imported w
     return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
 
 
+def descriptor_targets() -> list[str]:
+    """What this process has open."""
+    targets = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # The listing's own, closed since.
+            targets.append(str(link.readlink()))
+    return targets
+
+
 def open_descriptors() -> Counter[str]:
     """What this process has open, by kind, so that a leak says what it is.
 
     Without what waits to be collected: that of an earlier test would be gone at the next look.
     """
     gc.collect()
-    targets: Counter[str] = Counter()
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # The listing's own, closed since.
-            targets[str(link.readlink()).partition(":[")[0]] += 1
-    return targets
+    return Counter(target.partition(":[")[0] for target in descriptor_targets())
 
 
 def _serve(sock: socket.socket, name: str, stands_in: str | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from harness.tiny_llama import write_tiny_llama
 from harness.vllm_shapes import Shape, make_config
 from harness.vllm_simulation import SimulatedEngine
 
@@ -19,12 +17,6 @@ pytestmark = [
     # vLLM and torch warn about themselves and each other; not ours to mend.
     pytest.mark.filterwarnings("default"),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    return str(write_tiny_llama(tmp_path_factory.mktemp("tiny-llama")))
 
 
 def test_what_vllm_publishes_names_the_blocks_of_the_tier(model: str) -> None:

@@ -9,19 +9,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from aqua_protocol import KIB, MIB, TransportKind, TransportUnavailableError
+from aqua_protocol import KIB, MIB
 from aqualib import checksum
-from aqualib.transports import Copier, MappedSlab, OwnedSlab, Transport, cuda_buffers, select
+from aqualib.transports import Copier, MappedSlab, OwnedSlab, Transport, cuda_buffers
 
 SLAB_BYTES = 64 * MIB
-
-
-@pytest.fixture(scope="module", params=[TransportKind.CUDA_VMM, TransportKind.CUDA_IPC], ids=str)
-def transport(request: pytest.FixtureRequest) -> Transport:
-    try:
-        return select(request.param)
-    except TransportUnavailableError as refusal:
-        pytest.skip(str(refusal))
 
 
 @pytest.fixture(scope="module")

@@ -42,11 +42,6 @@ class AtTokens(LogitsProcessor):  # type: ignore[misc] # transformers is not typ
 
 
 @pytest.fixture
-def issuer() -> TokenIssuer:
-    return TokenIssuer()
-
-
-@pytest.fixture
 def producer(issuer: TokenIssuer) -> Iterator[Producer]:
     with lending(issuer, SLABS) as producer:
         yield producer

@@ -42,11 +42,6 @@ CROWD = server.MAX_PEERS + 44
 
 
 @pytest.fixture
-def issuer() -> TokenIssuer:
-    return TokenIssuer()
-
-
-@pytest.fixture
 def directory() -> Iterator[Path]:
     with socket_dir() as path:
         path.chmod(0o755)

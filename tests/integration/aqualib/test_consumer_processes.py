@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from aqualib.consumer import Aqua
-from aqualib.tensor import AquaTensor, Location
+from aqualib.tensor import Location
 from harness.bounds import HANG_S, until
 from harness.consumers import await_rest, consuming, grant
 from harness.lender_process import LenderProcess
+from harness.loans import fill, require_intact
 from harness.memory import CountedMemory
 from harness.producers import SLAB, lending, socket_dir
 from harness.raw_consumer import TokenIssuer
@@ -40,11 +41,6 @@ blocks = aqua.block_store(1024, 100)
 
 
 @pytest.fixture
-def issuer() -> TokenIssuer:
-    return TokenIssuer()
-
-
-@pytest.fixture
 def lender(issuer: TokenIssuer) -> Iterator[LenderProcess]:
     with (
         socket_dir() as directory,
@@ -60,16 +56,6 @@ def aqua(lender: LenderProcess, issuer: TokenIssuer) -> Iterator[Aqua]:
     with consuming() as aqua:
         aqua.attach(grant(issuer, lender.endpoint, COUNT))
         yield aqua
-
-
-def fill(aqua: Aqua, count: int = COUNT) -> list[tuple[AquaTensor, torch.Tensor]]:
-    stored = [torch.randint(0, 256, (SLAB,), dtype=torch.uint8) for _ in range(count)]
-    return [(aqua.offload(value), value) for value in stored]
-
-
-def require_intact(pairs: list[tuple[AquaTensor, torch.Tensor]]) -> None:
-    for tensor, value in pairs:
-        assert torch.equal(tensor.load(), value), tensor
 
 
 def test_memory_is_lent_filled_taken_back_in_part_and_lent_again(

@@ -34,6 +34,7 @@ from harness.consumers import await_rest, consuming, grant
 from harness.loans import COUNT, lend, locations, require_intact, values
 from harness.producers import SLAB
 from harness.raw_consumer import TokenIssuer
+from harness.transport_peer import open_descriptors
 
 if TYPE_CHECKING:
     from aqualib.transports.base import MappedSlab
@@ -58,7 +59,7 @@ class TestAttaching:
         reclaim = producer.reclaim(COUNT * SLAB)
         assert reclaim.wait(HANG_S)
         assert producer.quarantined_bytes == producer.leased_bytes == 0
-        require_intact(tensors, stored)
+        require_intact(zip(tensors, stored, strict=True))
 
     def test_a_lease_that_is_not_listened_to_yet_ends_with_the_consumer(
         self, issuer: TokenIssuer, producer: Producer, monkeypatch: pytest.MonkeyPatch
@@ -122,7 +123,7 @@ class TestAttaching:
         await_rest(aqua)
         assert locations(tensors) == [Location.PEER] * COUNT
         assert aqua.stats().promoted_bytes == COUNT * SLAB
-        require_intact(tensors, stored)
+        require_intact(zip(tensors, stored, strict=True))
 
     def test_new_data_goes_to_the_peer_first_and_to_host_memory_when_that_is_full(
         self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
@@ -131,7 +132,7 @@ class TestAttaching:
         stored = values(3)
         tensors = [aqua.offload(value) for value in stored]
         assert locations(tensors) == [Location.PEER, Location.PEER, Location.HOST]
-        require_intact(tensors, stored)
+        require_intact(zip(tensors, stored, strict=True))
 
     def test_a_tensor_larger_than_the_lease_lies_in_both_places(
         self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
@@ -140,7 +141,7 @@ class TestAttaching:
         (value,) = values(1, 3 * SLAB + 5)
         tensor = aqua.offload(value)
         assert tensor.location is Location.MIXED
-        require_intact([tensor], [value])
+        require_intact([(tensor, value)])
 
     def test_the_measured_path_is_logged_and_exported(
         self, aqua: Aqua, issuer: TokenIssuer, producer: Producer, caplog: pytest.LogCaptureFixture
@@ -230,14 +231,11 @@ class TestAttaching:
     def test_no_descriptor_is_left_open_by_attaches_that_fail_or_end(
         self, issuer: TokenIssuer, producer: Producer
     ) -> None:
-        def descriptors() -> int:
-            return len(list(Path("/proc/self/fd").iterdir()))
-
         with consuming() as aqua:
             lend(aqua, issuer, producer)
             producer.reclaim(producer.offered_bytes).wait(HANG_S)
             until(lambda: not aqua.attachments, "the lease has ended")
-        before = descriptors()
+        before = open_descriptors()
         with consuming() as aqua:
             for _ in range(5):
                 producer.offer(COUNT * SLAB)
@@ -246,7 +244,7 @@ class TestAttaching:
                     lend(aqua, TokenIssuer(), producer)
                 producer.reclaim(producer.offered_bytes).wait(HANG_S)
                 until(lambda: not aqua.attachments, "the lease has ended")
-        until(lambda: descriptors() <= before, "no descriptor is left")
+        until(lambda: open_descriptors() <= before, "no descriptor is left")
 
 
 def _with_endpoint(terms: LeaseGrant, endpoint: Path) -> LeaseGrant:

@@ -32,6 +32,7 @@ from harness.bounds import HANG_S, until
 from harness.consumers import await_rest, consuming
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.lender_process import LenderProcess
+from harness.loans import fill, require_intact
 from harness.patience import patient_client
 from harness.producers import SLAB, socket_dir
 
@@ -47,12 +48,6 @@ def _no_calm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits after a reclaim or a refusal are for clusters; here they would only be slow."""
     for name in ("CALM_S", "MAX_CALM_S", "FIRST_PAUSE_S", "MAX_PAUSE_S"):
         monkeypatch.setattr(demand, name, 0.05)
-
-
-@pytest.fixture
-def coordinator() -> Iterator[CoordinatorProcess]:
-    with data_dir() as path, CoordinatorProcess(path) as process:
-        yield process
 
 
 @pytest.fixture
@@ -91,16 +86,6 @@ def borrowing(coordinator: CoordinatorProcess, **options: Any) -> Iterator[Aqua]
     options.setdefault("link", patient_client(coordinator.url))
     with consuming(heartbeat_s=HEARTBEAT_S, **options) as aqua:
         yield aqua
-
-
-def fill(aqua: Aqua, count: int = COUNT) -> list[tuple[AquaTensor, torch.Tensor]]:
-    stored = [torch.randint(0, 256, (SLAB,), dtype=torch.uint8) for _ in range(count)]
-    return [(aqua.offload(value), value) for value in stored]
-
-
-def require_intact(pairs: list[tuple[AquaTensor, torch.Tensor]]) -> None:
-    for tensor, value in pairs:
-        assert torch.equal(tensor.load(), value), tensor
 
 
 def await_location(pairs: list[tuple[AquaTensor, torch.Tensor]], location: Location) -> None:

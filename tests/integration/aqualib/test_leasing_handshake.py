@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import socket
 import threading
@@ -40,12 +39,11 @@ from aqualib.leasing.handshake import attach
 from aqualib.transports import select
 from harness.bounds import HANG_S, until
 from harness.consumers import consuming, grant
-from harness.producers import SLAB, socket_dir
+from harness.producers import SLAB
 from harness.raw_consumer import TokenIssuer, send_bytes
+from harness.transport_peer import open_descriptors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from aqua_protocol.leases import LeaseGrant
 
     Script = Callable[["Crook"], None]
@@ -106,12 +104,6 @@ class Crook:
         self.channel.close()
         for memory in self._memory:
             memory.close()
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with socket_dir() as path:
-        yield path
 
 
 def meet(directory: Path, script: Script, **options: Any) -> tuple[AquaError, list[Any]]:  # noqa: ANN401 - of `attach`
@@ -345,7 +337,3 @@ def test_reclaims_of_unknown_slabs_and_old_generations_change_nothing(directory:
         assert not attachment.is_reclaiming
         aqua.close()
         thread.join(HANG_S)
-
-
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - a count, and iterdir opens one more

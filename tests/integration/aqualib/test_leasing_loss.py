@@ -46,7 +46,7 @@ class TestLoss:
             assert producer.reclaim(COUNT * SLAB).wait(HANG_S)
             await_rest(aqua)
             assert locations(tensors) == [Location.HOST, Location.LOST, Location.HOST]
-            require_intact([tensors[0], tensors[2]], [stored[0], stored[2]])
+            require_intact((tensors[at], stored[at]) for at in (0, 2))
             for access in (tensors[1].load, lambda: tensors[1].store(stored[1])):
                 with pytest.raises(DataLostError, match="is lost") as caught:
                     access()
@@ -60,7 +60,7 @@ class TestLoss:
             tensors[1].release()
             assert aqua.stats().lost_bytes == 0
             tensors[1] = aqua.offload(stored[1])
-            require_intact(tensors, stored)
+            require_intact(zip(tensors, stored, strict=True))
 
     def test_a_host_copy_that_is_still_good_saves_the_bytes(
         self, issuer: TokenIssuer, producer: Producer
@@ -73,7 +73,7 @@ class TestLoss:
             assert tensors[0].location is Location.PEER
             broken.append(address_of(tensors[0]))
             assert producer.reclaim(COUNT * SLAB).wait(HANG_S)
-            require_intact(tensors, stored)
+            require_intact(zip(tensors, stored, strict=True))
 
     def test_lost_blocks_are_named_and_their_slots_come_back_when_freed(
         self, issuer: TokenIssuer, producer: Producer
@@ -203,7 +203,7 @@ def test_a_path_that_cannot_be_measured_strands_no_slab(
         lend(aqua, issuer, producer)
         await_rest(aqua)
         assert locations(tensors) == [Location.PEER] * COUNT
-        require_intact(tensors, stored)
+        require_intact(zip(tensors, stored, strict=True))
 
 
 def test_a_reclaim_is_not_held_up_by_a_thread_that_has_ended(

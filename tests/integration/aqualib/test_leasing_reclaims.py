@@ -32,7 +32,7 @@ class TestReclaim:
         assert producer.reclaim(COUNT * SLAB).wait(HANG_S)
         await_rest(aqua)
         assert locations(tensors) == [Location.HOST] * COUNT
-        require_intact(tensors, stored)
+        require_intact(zip(tensors, stored, strict=True))
         stats = aqua.stats()
         assert (stats.drained_bytes, stats.returned_bytes) == (COUNT * SLAB, COUNT * SLAB)
         (record,) = stats.reclaims
@@ -74,7 +74,7 @@ class TestReclaim:
         assert producer.reclaim(5 * SLAB).wait(HANG_S)
         await_rest(aqua)
         assert len(aqua.attachments[0].slabs) == 3
-        require_intact(tensors, stored)
+        require_intact(zip(tensors, stored, strict=True))
 
     def test_data_moves_to_another_lender_while_one_has_room(
         self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
@@ -88,10 +88,10 @@ class TestReclaim:
             assert producer.reclaim(COUNT * SLAB).wait(HANG_S)
             await_rest(aqua)
             assert sorted(locations(tensors)) == [Location.HOST] + [Location.PEER] * 3
-            require_intact(tensors, stored)
+            require_intact(zip(tensors, stored, strict=True))
             assert other.leased_bytes == 3 * SLAB
             other.reclaim(3 * SLAB).wait(HANG_S)
-            require_intact(tensors, stored)
+            require_intact(zip(tensors, stored, strict=True))
 
     def test_what_was_only_read_since_its_promotion_leaves_without_a_copy(
         self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
@@ -103,10 +103,10 @@ class TestReclaim:
         with tensors[3].pinned() as view:
             view[7] += 1
         stored[3][7] += 1
-        require_intact(tensors, stored)
+        require_intact(zip(tensors, stored, strict=True))
         assert producer.reclaim(COUNT * SLAB).wait(HANG_S)
         await_rest(aqua)
-        require_intact(tensors, stored)
+        require_intact(zip(tensors, stored, strict=True))
         assert aqua.stats().drain_copied_bytes == SLAB  # Of one tensor in eight.
 
     def test_memory_comes_and_goes_while_threads_store_and_load(
@@ -163,7 +163,7 @@ class TestReclaim:
         aqua._store.ask_back(attachment.end())
         until(lambda: producer.free_bytes == COUNT * SLAB, "every slab is back")
         until(lambda: not aqua.attachments, "the attachment is gone")
-        require_intact(tensors, stored)
+        require_intact(zip(tensors, stored, strict=True))
 
     def test_a_channel_that_breaks_is_drained_from_the_surviving_mappings_and_slabs_go_back(
         self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
@@ -175,7 +175,7 @@ class TestReclaim:
         until(lambda: not aqua.attachments, "the attachment is gone")
         await_rest(aqua)
         assert locations(tensors) == [Location.HOST] * COUNT
-        require_intact(tensors, stored)
+        require_intact(zip(tensors, stored, strict=True))
         until(lambda: producer.free_bytes == COUNT * SLAB, "every slab is free again")
         assert producer.quarantined_bytes == 0
 
@@ -187,7 +187,7 @@ class TestReclaim:
         tensors = [aqua.offload(value) for value in stored]
         producer.close(deadline_s=HANG_S)
         until(lambda: not aqua.attachments, "the attachment is gone")
-        require_intact(tensors, stored)
+        require_intact(zip(tensors, stored, strict=True))
 
     def test_a_closed_consumer_has_given_everything_back(
         self, issuer: TokenIssuer, producer: Producer
@@ -214,7 +214,7 @@ class TestMayBorrow:
         until(lambda: not aqua.is_borrowing, "every lease has ended")
         until(lambda: producer.leased_bytes == 0, "the producer has all its slabs")
         assert locations(tensors) == [Location.HOST] * COUNT
-        require_intact(tensors, stored)
+        require_intact(zip(tensors, stored, strict=True))
 
     def test_a_lease_that_comes_too_late_goes_back_and_one_that_comes_after_it_is_used(
         self, aqua: Aqua, issuer: TokenIssuer, producer: Producer
@@ -229,7 +229,7 @@ class TestMayBorrow:
         lend(aqua, issuer, producer)
         await_rest(aqua)
         assert locations(tensors) == [Location.PEER] * COUNT
-        require_intact(tensors, stored)
+        require_intact(zip(tensors, stored, strict=True))
 
 
 class TestPins:
@@ -247,7 +247,7 @@ class TestPins:
             assert not reclaim.done
         assert reclaim.wait(HANG_S)
         value[0] = 3
-        require_intact([tensor], [value])
+        require_intact([(tensor, value)])
         assert locations([tensor]) == [Location.HOST]
 
     def test_a_pin_held_too_long_is_reported_and_never_unmapped(

@@ -16,28 +16,8 @@ from harness.producers import SLAB, lending
 from harness.raw_consumer import RawConsumer, RefusedError, TokenIssuer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from aqualib.producer.producer import Producer
     from aqualib.transports.base import Handle, OwnedSlab
-
-
-@pytest.fixture
-def issuer() -> TokenIssuer:
-    return TokenIssuer()
-
-
-@pytest.fixture
-def producer(issuer: TokenIssuer) -> Iterator[Producer]:
-    with lending(issuer, 8) as producer:
-        yield producer
-
-
-def refusal_code(consumer: RawConsumer) -> str:
-    with pytest.raises(RefusedError) as refusal:
-        consumer.receive()
-    assert refusal.value.body.remedy
-    return refusal.value.body.code
 
 
 # --- Attaching ---------------------------------------------------------------------------------
@@ -71,7 +51,7 @@ def test_nothing_free_is_refused_as_capacity(producer: Producer, issuer: TokenIs
     producer.reclaim(8 * SLAB)
     with RawConsumer(producer.endpoint) as consumer:
         consumer.hello(issuer.token(SLAB))
-        assert refusal_code(consumer) == "capacity_exhausted"
+        assert consumer.refusal_code() == "capacity_exhausted"
 
 
 def test_a_token_cannot_be_replayed_while_its_lease_lives(
@@ -81,7 +61,7 @@ def test_a_token_cannot_be_replayed_while_its_lease_lives(
     with RawConsumer(producer.endpoint) as first, RawConsumer(producer.endpoint) as second:
         first.attach(token)
         second.hello(token)
-        assert refusal_code(second) == "capability_rejected"
+        assert second.refusal_code() == "capability_rejected"
 
 
 def test_a_token_cannot_be_replayed_after_its_lease_has_ended(
@@ -94,14 +74,14 @@ def test_a_token_cannot_be_replayed_after_its_lease_has_ended(
         assert first.await_end() == "goodbye"
     with RawConsumer(producer.endpoint) as second:
         second.hello(token)
-        assert refusal_code(second) == "capability_rejected"
+        assert second.refusal_code() == "capability_rejected"
 
 
 def test_a_token_of_lost_books_is_refused(producer: Producer, issuer: TokenIssuer) -> None:
     producer.acknowledge(issuer.ack(min_epoch=1000))
     with RawConsumer(producer.endpoint) as consumer:
         consumer.hello(issuer.token(SLAB, epoch=999))
-        assert refusal_code(consumer) == "capability_rejected"
+        assert consumer.refusal_code() == "capability_rejected"
 
 
 def test_a_late_answer_of_the_coordinator_does_not_reopen_lost_books(
@@ -111,7 +91,7 @@ def test_a_late_answer_of_the_coordinator_does_not_reopen_lost_books(
     producer.acknowledge(issuer.ack(min_epoch=1))
     with RawConsumer(producer.endpoint) as consumer:
         consumer.hello(issuer.token(SLAB, epoch=999))
-        assert refusal_code(consumer) == "capability_rejected"
+        assert consumer.refusal_code() == "capability_rejected"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +102,7 @@ def test_a_late_answer_of_the_coordinator_does_not_reopen_lost_books(
 def test_a_token_that_is_none_is_refused(producer: Producer, token: str) -> None:
     with RawConsumer(producer.endpoint) as consumer:
         consumer.hello(token)
-        assert refusal_code(consumer) == "capability_rejected"
+        assert consumer.refusal_code() == "capability_rejected"
 
 
 def test_tokens_for_others_and_expired_ones_are_refused(
@@ -136,7 +116,7 @@ def test_tokens_for_others_and_expired_ones_are_refused(
     ]:
         with RawConsumer(producer.endpoint) as consumer:
             consumer.hello(token, consumer_id)
-            assert refusal_code(consumer) == "capability_rejected"
+            assert consumer.refusal_code() == "capability_rejected"
     assert producer.free_bytes == 8 * SLAB
 
 
@@ -151,7 +131,7 @@ def test_only_this_user_can_connect_unless_others_are_allowed(
 def test_without_a_coordinator_ever_seen_nobody_attaches(issuer: TokenIssuer) -> None:
     with lending(None, 1) as producer, RawConsumer(producer.endpoint) as consumer:
         consumer.hello(issuer.token(SLAB))
-        assert refusal_code(consumer) == "service_unavailable"
+        assert consumer.refusal_code() == "service_unavailable"
 
 
 def test_another_protocol_version_is_refused_by_name(
@@ -159,7 +139,7 @@ def test_another_protocol_version_is_refused_by_name(
 ) -> None:
     with RawConsumer(producer.endpoint) as consumer:
         consumer.hello(issuer.token(SLAB), version=999)
-        assert refusal_code(consumer) == "version_mismatch"
+        assert consumer.refusal_code() == "version_mismatch"
 
 
 def test_an_attach_to_a_producer_that_is_leaving_is_refused(
@@ -172,7 +152,7 @@ def test_an_attach_to_a_producer_that_is_leaving_is_refused(
         (slab,) = holder.await_reclaim()
         with RawConsumer(producer.endpoint) as consumer:
             consumer.hello(issuer.token(SLAB))
-            assert refusal_code(consumer) == "service_unavailable"
+            assert consumer.refusal_code() == "service_unavailable"
         holder.give_back(slab)
         leaving.join(HANG_S)
         assert not leaving.is_alive()
@@ -259,7 +239,7 @@ def test_a_process_that_may_have_no_more_threads_refuses_instead_of_falling_sile
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with RawConsumer(producer.endpoint) as consumer:
         consumer.hello(issuer.token(3 * SLAB))
-        assert refusal_code(consumer) == "capacity_exhausted"
+        assert consumer.refusal_code() == "capacity_exhausted"
     monkeypatch.undo()
     assert producer.free_bytes == 8 * SLAB
     with RawConsumer(producer.endpoint) as consumer:

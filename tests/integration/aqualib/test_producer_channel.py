@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,23 +15,12 @@ from harness.bounds import HANG_S, until
 from harness.memory import CountedMemory
 from harness.producers import SLAB, lending
 from harness.raw_consumer import ConsumerProcess, RawConsumer, RefusedError, TokenIssuer, send_bytes
+from harness.transport_peer import descriptor_targets, open_descriptors
 
 if TYPE_CHECKING:
     import selectors
-    from collections.abc import Iterator
 
     from aqualib.producer.producer import Producer
-
-
-@pytest.fixture
-def issuer() -> TokenIssuer:
-    return TokenIssuer()
-
-
-@pytest.fixture
-def producer(issuer: TokenIssuer) -> Iterator[Producer]:
-    with lending(issuer, 8) as producer:
-        yield producer
 
 
 @pytest.fixture
@@ -51,13 +38,6 @@ def hearing(monkeypatch: pytest.MonkeyPatch) -> threading.Lock:
 
     monkeypatch.setattr(server, "LingeringSelector", DeafSelector)
     return lock
-
-
-def refusal_code(consumer: RawConsumer) -> str:
-    with pytest.raises(RefusedError) as refusal:
-        consumer.receive()
-    assert refusal.value.body.remedy
-    return refusal.value.body.code
 
 
 # --- The end of a consumer ---------------------------------------------------------------------
@@ -145,7 +125,7 @@ def test_a_closed_channel_quarantines_until_the_process_is_dead(issuer: TokenIss
         until(lambda: producer.quarantined_bytes == 2 * SLAB, "both slabs are quarantined")
         with RawConsumer(producer.endpoint) as other:
             other.hello(issuer.token(SLAB))
-            assert refusal_code(other) == "capacity_exhausted"
+            assert other.refusal_code() == "capacity_exhausted"
         assert producer.quarantined_bytes == 2 * SLAB
         consumer.kill()
         until(lambda: producer.free_bytes == 2 * SLAB, "two new slabs are free")
@@ -193,14 +173,14 @@ def test_a_goodbye_with_slabs_in_hand_is_silence_and_no_return(
 
 def test_descriptors_do_not_leak_over_two_hundred_attachments(issuer: TokenIssuer) -> None:
     with lending(issuer, 2) as producer:
-        before = _descriptor_count()
+        before = open_descriptors()
         for _ in range(200):
             with RawConsumer(producer.endpoint) as consumer:
                 for slab in consumer.attach(issuer.token(2 * SLAB)):
                     consumer.give_back(slab)
                 consumer.await_end()
         until(lambda: not watched_count(), "every connection is gone")
-        assert _descriptor_count() == before
+        assert open_descriptors() == before
         until(
             lambda: not any(t.name.startswith("aqua-handout") for t in threading.enumerate()),
             "every handout is over",
@@ -220,11 +200,11 @@ def test_a_packet_larger_than_the_protocol_allows_is_refused(producer: Producer)
 def test_descriptors_from_a_consumer_are_closed_and_refused(producer: Producer) -> None:
     with RawConsumer(producer.endpoint) as consumer:
         consumer.ping(1)  # The producer has opened what it needs for this peer.
-        before = _descriptor_count()
+        before = open_descriptors()
         send_bytes(consumer.channel, b'{"type": "ping", "number": 1}', [0, 1, 2])
         with pytest.raises(RefusedError, match="no descriptors"):
             consumer.receive()
-        assert _descriptor_count() == before
+        assert open_descriptors() == before
 
 
 @pytest.mark.parametrize(
@@ -327,19 +307,6 @@ def _ping_for_ever(consumer: RawConsumer) -> None:
         consumer.channel.send(Ping(number=number))
 
 
-def _descriptor_count() -> int:
-    return len(_descriptors())
-
-
 def watched_count() -> int:
     """Consumers that a producer in this process watches: it keeps a pidfd of each to the last."""
-    return sum("pidfd" in target for target in _descriptors())
-
-
-def _descriptors() -> list[str]:
-    """What this process has open, without the listing's own descriptor."""
-    targets = []
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            targets.append(str(link.readlink()))
-    return targets
+    return sum("pidfd" in target for target in descriptor_targets())

@@ -19,7 +19,7 @@ from aqualib.transports import select
 from harness.bounds import HANG_S, until
 from harness.coordinator_process import CoordinatorProcess, data_dir
 from harness.patience import patient_client
-from harness.producers import SLAB, socket_dir
+from harness.producers import SLAB
 from harness.raw_consumer import ConsumerProcess, RawConsumer, RefusedError
 
 if TYPE_CHECKING:
@@ -27,24 +27,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 COUNT = 8
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    with socket_dir() as path:
-        yield path
-
-
-@pytest.fixture
-def coordinator() -> Iterator[CoordinatorProcess]:
-    with data_dir() as path, CoordinatorProcess(path) as process:
-        yield process
-
-
-@pytest.fixture
-def link(coordinator: CoordinatorProcess) -> Iterator[CoordinatorClient]:
-    with patient_client(coordinator.url) as link:
-        yield link
 
 
 @pytest.fixture

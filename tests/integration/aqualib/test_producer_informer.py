@@ -70,11 +70,6 @@ class Engine:
 
 
 @pytest.fixture
-def issuer() -> TokenIssuer:
-    return TokenIssuer()
-
-
-@pytest.fixture
 def device() -> EmulatedMemory:
     return EmulatedMemory(TOTAL * SLAB)
 

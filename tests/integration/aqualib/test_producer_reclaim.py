@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-import pytest
 
 from aqua_protocol.channel import MAX_SLABS_PER_PACKET
 from aqua_protocol.members import LeaseNotice, ReclaimOrder
@@ -14,22 +10,10 @@ from aqualib.producer.escalation import Escalation
 from harness.bounds import HANG_S, until
 from harness.producers import SLAB, lending
 from harness.raw_consumer import ConsumerProcess, RawConsumer, TokenIssuer
+from harness.transport_peer import descriptor_targets
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from aqualib.producer.producer import Producer
-
-
-@pytest.fixture
-def issuer() -> TokenIssuer:
-    return TokenIssuer()
-
-
-@pytest.fixture
-def producer(issuer: TokenIssuer) -> Iterator[Producer]:
-    with lending(issuer, 8) as producer:
-        yield producer
 
 
 # --- Reclaiming --------------------------------------------------------------------------------
@@ -229,13 +213,4 @@ def test_the_wait_policy_lets_a_hung_consumer_live(issuer: TokenIssuer) -> None:
 
 
 def _memfd_count() -> int:
-    return sum("aqua-slab" in target for target in _descriptors())
-
-
-def _descriptors() -> list[str]:
-    """What this process has open, without the listing's own descriptor."""
-    targets = []
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            targets.append(str(link.readlink()))
-    return targets
+    return sum("aqua-slab" in target for target in descriptor_targets())

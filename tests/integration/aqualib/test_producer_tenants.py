@@ -82,11 +82,6 @@ class Liar(RawConsumer):
             os.close(self.descriptors.pop())
 
 
-@pytest.fixture
-def issuer() -> TokenIssuer:
-    return TokenIssuer()
-
-
 # --- Liars -------------------------------------------------------------------------------------
 
 

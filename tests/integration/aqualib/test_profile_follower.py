@@ -47,12 +47,6 @@ def coordinator() -> Iterator[CoordinatorProcess]:
         yield process
 
 
-@pytest.fixture
-def link(coordinator: CoordinatorProcess) -> Iterator[CoordinatorClient]:
-    with patient_client(coordinator.url) as link:
-        yield link
-
-
 def pushed(link: CoordinatorClient, **changes: object) -> ModelProfile:
     return link.put_profile(ModelProfile.model_validate(PROFILE | changes))
 

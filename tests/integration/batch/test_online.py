@@ -16,12 +16,6 @@ from harness.counting_server import CountingServer
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[CountingServer]:
-    with CountingServer() as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def service(
     engine: CountingServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[BatchServiceProcess]:

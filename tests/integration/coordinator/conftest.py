@@ -12,6 +12,7 @@ from aqua_coordinator.embedded import EmbeddedValkey
 from aqua_coordinator.settings import CoordinatorSettings
 from harness.asgi import client_of
 from harness.ledger_room import LedgerRoom, ledger_room
+from harness.members_on_paper import Pair, PaperConsumer, PaperProducer
 from harness.store_servers import KINDS, running_store
 
 
@@ -34,6 +35,14 @@ async def room(each_store: EmbeddedValkey) -> AsyncIterator[LedgerRoom]:
     """Fresh books, checked when the test is over."""
     async with ledger_room(each_store.url) as fresh:
         yield fresh
+
+
+@pytest.fixture
+async def pair(room: LedgerRoom) -> Pair:
+    """A producer to lend from and a consumer that may ask."""
+    producer, consumer = await room.join(PaperProducer()), PaperConsumer()
+    await room.hear(consumer)
+    return producer, consumer
 
 
 @pytest.fixture

@@ -14,19 +14,9 @@ from aqua_coordinator.store.scripts import CONSTANTS
 from aqua_protocol import ConfigError, LeaseState, ProtocolError
 from aqua_protocol.members import MAX_LEASES_PER_MEMBER, HeldLease, UsedLease
 from harness.ledger_room import LedgerRoom
-from harness.members_on_paper import ADOPTION_KEY, SLAB, PaperConsumer, PaperProducer
+from harness.members_on_paper import ADOPTION_KEY, SLAB, Pair, PaperConsumer, PaperProducer
 
-Pair = tuple[PaperProducer, PaperConsumer]
 MAX_ADOPTIONS: Final = int(CONSTANTS["max_adoptions"])
-
-
-@pytest.fixture
-async def pair(room: LedgerRoom) -> Pair:
-    """A producer to lend from and a consumer that may ask."""
-    producer = await room.join(PaperProducer())
-    consumer = PaperConsumer()
-    await room.hear(consumer)
-    return producer, consumer
 
 
 async def lent(room: LedgerRoom, producer: PaperProducer) -> int:

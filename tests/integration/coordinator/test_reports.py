@@ -11,19 +11,7 @@ from aqua_protocol.leases import EventKind
 from aqua_protocol.members import OfferUpdate
 from harness.bounds import stopwatch
 from harness.ledger_room import LedgerRoom
-from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
-
-
-@pytest.fixture
-async def pair(room: LedgerRoom) -> tuple[PaperProducer, PaperConsumer]:
-    """A producer to lend from and a consumer that may ask."""
-    producer = await room.join(PaperProducer())
-    consumer = PaperConsumer()
-    await room.hear(consumer)
-    return producer, consumer
-
-
-Pair = tuple[PaperProducer, PaperConsumer]
+from harness.members_on_paper import SLAB, Pair, PaperConsumer, PaperProducer
 
 
 async def test_the_first_report_registers_and_the_echo_of_the_books_makes_grantable(

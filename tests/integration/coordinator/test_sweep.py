@@ -13,18 +13,7 @@ from aqua_protocol.errors import StaleEpochError
 from aqua_protocol.leases import EventKind
 from harness.bounds import stopwatch
 from harness.ledger_room import ATTACH_WINDOW_S, NOW_S, SILENT_S, LedgerRoom, held, room_of
-from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
-
-Pair = tuple[PaperProducer, PaperConsumer]
-
-
-@pytest.fixture
-async def pair(room: LedgerRoom) -> Pair:
-    """A producer to lend from and a consumer that may ask."""
-    producer = await room.join(PaperProducer())
-    consumer = PaperConsumer()
-    await room.hear(consumer)
-    return producer, consumer
+from harness.members_on_paper import SLAB, Pair
 
 
 async def test_a_grant_that_nobody_attaches_to_expires_and_frees_its_bytes(
