@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Final
+
+from harness.scripted_server import Answer, ScriptedServer
 
 GAUGES: Final = {
     "DCGM_FI_DEV_GPU_UTIL": ("GPU utilization (in %).", 37),
@@ -43,23 +43,8 @@ def exposition(gpu_count: int) -> str:
 @contextmanager
 def dcgm_exporter(gpu_count: int) -> Iterator[int]:
     """Serve the page; gives the port."""
-    page = exposition(gpu_count).encode()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-            self.end_headers()
-            self.wfile.write(page)
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base's name
-            """Say nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.shutdown()
-            thread.join()
+    page = Answer(
+        body=exposition(gpu_count).encode(), content_type="text/plain; version=0.0.4; charset=utf-8"
+    )
+    with ScriptedServer(lambda _: page) as server:
+        yield server.port

@@ -7,19 +7,19 @@ replaces what was applied before, which is what it does for a field manager that
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import uuid
 from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final, Self
 from urllib.parse import parse_qs, urlsplit
 
 import yaml
+
+from harness.scripted_server import Answer, Request, ScriptedServer
 
 Object = dict[str, Any]
 
@@ -82,24 +82,17 @@ class KubernetesApi:
         self.objects: dict[tuple[str, str], Object] = {}
         self._lock = threading.Lock()
         self._version = 0
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._server.daemon_threads = True
+        self._server = ScriptedServer(self._respond)
 
     def __enter__(self) -> Self:
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.01,), daemon=True
-        )
-        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        self._server.close()
 
     def write_kubeconfig(self, path: Path, namespace: str) -> Path:
         """Write what lets helm and kubectl find this."""
-        cluster = {"server": f"http://127.0.0.1:{self._server.server_port}"}
+        cluster = {"server": self._server.url}
         context = {"cluster": "here", "user": "me", "namespace": namespace}
         config = {
             "apiVersion": "v1",
@@ -121,6 +114,10 @@ class KubernetesApi:
         }
 
     # --- What a request does --------------------------------------------------------------
+
+    def _respond(self, request: Request) -> Answer:
+        body = _read(request.content) if request.method != "DELETE" else None
+        return Answer(*self._answer(request.method, request.path, body))
 
     def _answer(self, method: str, target: str, body: Object | None) -> tuple[int, Object]:
         url = urlsplit(target)
@@ -178,30 +175,6 @@ class KubernetesApi:
             about["namespace"] = namespace
         self.objects[key] = {**body, "apiVersion": api, "kind": key[0], "metadata": about}
         return 201 if known is None else 200, self.objects[key]
-
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        api = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def _serve(self) -> None:
-                raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                body = _read(raw) if self.command != "DELETE" else None
-                status, found = api._answer(self.command, self.path, body)
-                content = json.dumps(found).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            do_GET = do_PUT = do_POST = do_PATCH = do_DELETE = _serve  # noqa: N815 - the base class's names
-
-            def log_message(self, *_: object) -> None:
-                """Quiet: the test reads `objects`."""
-
-        return Handler
 
 
 def _read(raw: bytes) -> Object | None:

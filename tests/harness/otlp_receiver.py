@@ -8,12 +8,12 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from enum import StrEnum
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Final, Self
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from harness.bounds import HANG_S
+from harness.scripted_server import Answer, Request, ScriptedServer
 
 
 class Mood(StrEnum):
@@ -54,41 +54,18 @@ class OtlpReceiver:
         self._came = threading.Condition()
         self._is_over = threading.Event()
         self.request_count = 0
-        receiver = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                receiver._receive(self.path, body if mood is Mood.WELL else b"")
-                if mood is Mood.SILENT:
-                    receiver._is_over.wait(HANG_S)
-                self.send_response(503 if mood is Mood.REFUSING else 200)
-                self.send_header("content-length", "0")
-                self.end_headers()
-
-            def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 - the base's
-                del format, arguments
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        if mood is Mood.ABSENT:
-            self._server.server_close()
         self._mood = mood
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self.url: Final = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._server = ScriptedServer(self._answer)
+        self.url: Final = self._server.url
+        if mood is Mood.ABSENT:
+            self._server.close()
 
     def __enter__(self) -> Self:
-        if self._mood is not Mood.ABSENT:
-            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._mood is Mood.ABSENT:
-            return
         self._is_over.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(HANG_S)
+        self._server.close()
 
     @property
     def spans(self) -> list[ReceivedSpan]:
@@ -122,8 +99,14 @@ class OtlpReceiver:
         with self._came:
             assert self._came.wait_for(lambda: self.request_count, HANG_S), "nothing was sent"
 
-    def _receive(self, path: str, body: bytes) -> None:
-        assert path == "/v1/traces", path
+    def _answer(self, request: Request) -> Answer:
+        assert request.path == "/v1/traces", request
+        self._receive(request.content if self._mood is Mood.WELL else b"")
+        if self._mood is Mood.SILENT:
+            self._is_over.wait(HANG_S)
+        return Answer(503 if self._mood is Mood.REFUSING else 200, b"")
+
+    def _receive(self, body: bytes) -> None:
         told = ExportTraceServiceRequest.FromString(body)
         with self._came:
             self.request_count += 1

@@ -19,15 +19,21 @@ class Request:
     method: str
     path: str
     headers: dict[str, str]
-    body: Any
+    content: bytes
+
+    @property
+    def body(self) -> Any:  # noqa: ANN401 - whatever was sent
+        """What it says as JSON, None where it says nothing."""
+        return json.loads(self.content) if self.content else None
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What to answer: a status, and a body of JSON or raw bytes."""
+    """What to answer: a status, and a body of JSON, or of bytes of the type that is named."""
 
     status: int = 200
     body: Any = field(default_factory=dict)
+    content_type: str = "application/json"
 
 
 class ScriptedServer:
@@ -53,12 +59,21 @@ class ScriptedServer:
     @property
     def url(self) -> str:
         """Address of the server."""
-        return f"http://127.0.0.1:{self._server.server_port}"
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self._server.server_port
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Listen no more; harmless when repeated. What it has not answered is not waited for."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -70,20 +85,19 @@ class ScriptedServer:
             protocol_version = "HTTP/1.1"
 
             def _serve(self) -> None:
-                raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                request = Request(
-                    self.command, self.path, dict(self.headers), json.loads(raw) if raw else None
-                )
+                content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                request = Request(self.command, self.path, dict(self.headers), content)
                 script.requests.append(request)
                 answer = script._answer(request)
                 body = answer.body
                 content = body if isinstance(body, bytes) else json.dumps(body).encode()
                 self.send_response(answer.status)
+                self.send_header("Content-Type", answer.content_type)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
 
-            do_GET = do_PUT = do_POST = do_DELETE = _serve  # noqa: N815 - the base class's names
+            do_GET = do_PUT = do_POST = do_PATCH = do_DELETE = _serve  # noqa: N815 - the base class's names
 
             def log_message(self, *_: object) -> None:
                 """Quiet: the test reads `requests`."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs
 
@@ -14,19 +12,24 @@ import pytest
 from aqua_protocol.errors import AquaError, ConfigError
 from aqua_simulator.whatif.cluster import Cluster, read_cluster
 from aqua_simulator.whatif.prometheus import PrometheusSource, read_prometheus
+from harness.scripted_server import Answer, Request, ScriptedServer
 
 
-class Stand(ThreadingHTTPServer):
+class Stand:
     """Answers each question with `text`, or with `value` at all times, in buckets of `bounds`."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
         self.text: str | None = None
         self.value, self.bounds = "3", ["10", "100", "+Inf"]
+        self.server = ScriptedServer(self._answer)
 
-    def answer(self, query: str, start_s: float, step_s: float, count: int) -> str:
+    def _answer(self, request: Request) -> Answer:
+        asked = parse_qs(request.content.decode())
+        start_s, end_s, step_s = (float(asked[key][0]) for key in ("start", "end", "step"))
+        count = int((end_s - start_s) / step_s + 1e-6) + 1
+        return Answer(body=self.told(asked["query"][0], start_s, step_s, count).encode())
+
+    def told(self, query: str, start_s: float, step_s: float, count: int) -> str:
         """What Prometheus would say."""
         if self.text is not None:
             return self.text
@@ -38,31 +41,11 @@ class Stand(ThreadingHTTPServer):
         return json.dumps({"status": "success", "data": {"result": rows}})
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: Stand
-
-    def do_POST(self) -> None:
-        asked = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
-        start_s, end_s, step_s = (float(asked[key][0]) for key in ("start", "end", "step"))
-        count = int((end_s - start_s) / step_s + 1e-6) + 1
-        said = self.server.answer(asked["query"][0], start_s, step_s, count).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(said)))
-        self.end_headers()
-        self.wfile.write(said)
-
-    def log_message(self, *_: object) -> None:
-        """Nothing: tests say what failed."""
-
-
 @pytest.fixture
 def stand() -> Iterator[Stand]:
-    with Stand() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+    stand = Stand()
+    with stand.server:
+        yield stand
 
 
 @pytest.fixture
@@ -73,7 +56,7 @@ def cluster(tmp_path: Path) -> Cluster:
 
 
 def source(stand: Stand, token: str | None = None) -> PrometheusSource:
-    return PrometheusSource(f"http://127.0.0.1:{stand.server_port}", 0.0, 3600.0, 300.0, token)
+    return PrometheusSource(stand.server.url, 0.0, 3600.0, 300.0, token)
 
 
 @pytest.mark.parametrize(
