@@ -108,6 +108,7 @@ def grant(
     slab_bytes: int = SLAB,
     producer_id: str = "producer",
     consumer_id: str = "consumer",
+    transport: TransportKind = TransportKind.MEMFD,
 ) -> LeaseGrant:
     """A lease as the coordinator would grant it."""
     epoch = time.monotonic_ns() // 1000
@@ -125,7 +126,7 @@ def grant(
         ),
         token=issuer.token(nbytes, consumer_id=consumer_id, epoch=epoch, lease_id=lease_id),
         endpoint=str(endpoint),
-        transport=TransportKind.MEMFD,
+        transport=transport,
         slab_bytes=slab_bytes,
     )
 

@@ -22,7 +22,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from aqua_protocol import AquaError, ConfigError, TransportError, TransportKind
+from aqua_protocol import AquaError, ConfigError, TransportError
 from aqua_protocol.ids import LeaseId
 from aqualib import blocks, doctor, gpu_modes, probe, topology
 from aqualib.engines.vllm.lending.cuda_memory import CudaKvMemory
@@ -34,12 +34,12 @@ from aqualib.transports import gpu_thresholds
 from aqualib.transports.gpu_thresholds import CopyThresholds
 from aqualib.transports.host_pages import HUGE_PAGE_BYTES
 from harness.bounds import until
-from harness.consumers import consuming, grant
+from harness.consumers import consuming
 from harness.cuda.results import NAME
 from harness.cuda.stand_in import stand_in
-from harness.gpu_scenarios import BLOCK_BYTES, GPU, SLAB, borrowing, in_thread
+from harness.gpu_scenarios import BLOCK_BYTES, GPU, SLAB, borrowing, granting
 from harness.producers import lending
-from harness.raw_consumer import TokenIssuer
+from harness.threads import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,24 +58,17 @@ FABRIC: Final = "0f3ea26b-9d2c-4f3c-8d3c-5b1c2a7e9f10.1"
 
 def a_path_cannot_be_measured(seed: int) -> None:
     """Torch fails in the probe of a lease: all of its slabs are on their way back."""
-    with stand_in(seed=seed) as standing:
-        issuer, transport = TokenIssuer(), standing.transport()
-        with (
-            lending(issuer, 2, transport=transport, slab_bytes=SLAB) as producer,
-            consuming(8, SLAB, transport=transport) as aqua,
-        ):
-            granted = grant(issuer, producer.endpoint, 2, slab_bytes=SLAB)
-            granted = granted.model_copy(update={"transport": TransportKind.CUDA_VMM})
-            failure = RuntimeError("CUDA error: out of memory")
-            with mock.patch.object(probe, "measure", side_effect=failure):
-                try:
-                    aqua.attach(granted)
-                except RuntimeError as error:
-                    raise AssertionError("the leasing thread ends of it") from error
-                except TransportError:
-                    pass
-            kept = sum(attachment.kept_bytes for attachment in aqua.attachments)
-            assert not kept, f"{kept} bytes stay mapped, and no frame may use them"
+    with stand_in(seed=seed) as standing, granting(standing) as (aqua, _, granted):
+        failure = RuntimeError("CUDA error: out of memory")
+        with mock.patch.object(probe, "measure", side_effect=failure):
+            try:
+                aqua.attach(granted)
+            except RuntimeError as error:
+                raise AssertionError("the leasing thread ends of it") from error
+            except TransportError:
+                pass
+        kept = sum(attachment.kept_bytes for attachment in aqua.attachments)
+        assert not kept, f"{kept} bytes stay mapped, and no frame may use them"
 
 
 def a_cache_is_given_up_by_halves(seed: int) -> None:

@@ -95,8 +95,16 @@ def blocks_lie_with_two_lenders(seed: int) -> None:
             producer = stack.enter_context(
                 lending(issuer, 2, producer_id=name, transport=transport, slab_bytes=SLAB)
             )
-            granted = grant(issuer, producer.endpoint, 2, slab_bytes=SLAB, producer_id=name)
-            aqua.attach(granted.model_copy(update={"transport": TransportKind.CUDA_VMM}))
+            aqua.attach(
+                grant(
+                    issuer,
+                    producer.endpoint,
+                    2,
+                    slab_bytes=SLAB,
+                    producer_id=name,
+                    transport=TransportKind.CUDA_VMM,
+                )
+            )
             producers.append(producer)
         store = stack.enter_context(aqua.block_store(BLOCK_BYTES, 4 * BLOCKS))
         rows = torch.arange(BLOCKS, dtype=torch.uint8, device=GPU)[:, None].repeat(1, BLOCK_BYTES)

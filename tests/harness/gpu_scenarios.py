@@ -32,9 +32,10 @@ from harness.consumers import consuming, grant
 from harness.cuda.stand_in import StandIn, stand_in
 from harness.producers import lending
 from harness.raw_consumer import TokenIssuer
+from harness.threads import in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from aqualib.consumer import Aqua
     from aqualib.producer.producer import Producer
@@ -73,34 +74,32 @@ LAYERS: Final = 80
 
 
 @contextlib.contextmanager
-def borrowing(standing: StandIn, slab_count: int = 2) -> Iterator[tuple[Aqua, Producer]]:
-    """A consumer with slabs of a producer, both on the GPU and in this process."""
-    issuer = TokenIssuer()
-    transport = standing.transport()
+def granting(standing: StandIn, slab_count: int = 2) -> Iterator[tuple[Aqua, Producer, LeaseGrant]]:
+    """A consumer and a producer, both on the GPU and in this process, and a grant to take up."""
+    issuer, transport = TokenIssuer(), standing.transport()
     with (
         lending(issuer, slab_count, transport=transport, slab_bytes=SLAB) as producer,
         consuming(8, SLAB, transport=transport) as aqua,
     ):
-        granted = grant(issuer, producer.endpoint, slab_count, slab_bytes=SLAB)
-        aqua.attach(granted.model_copy(update={"transport": TransportKind.CUDA_VMM}))
+        yield (
+            aqua,
+            producer,
+            grant(
+                issuer,
+                producer.endpoint,
+                slab_count,
+                slab_bytes=SLAB,
+                transport=TransportKind.CUDA_VMM,
+            ),
+        )
+
+
+@contextlib.contextmanager
+def borrowing(standing: StandIn, slab_count: int = 2) -> Iterator[tuple[Aqua, Producer]]:
+    """The same with the grant taken up: the consumer has the producer's slabs."""
+    with granting(standing, slab_count) as (aqua, producer, granted):
+        aqua.attach(granted)
         yield aqua, producer
-
-
-def in_thread(work: Callable[[], object]) -> None:
-    """Run on another thread to the end; raises what it raised."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - carried to the caller
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]
 
 
 def caches(layers: int = 2, block_bytes: int = BLOCK_BYTES) -> list[torch.Tensor]:
@@ -337,37 +336,23 @@ def a_thread_uses_the_second_gpu_only(seed: int) -> None:
 
 def leases_are_taken_up_during_a_capture(seed: int) -> None:
     """The leasing thread maps and measures slabs while the engine captures a graph."""
-    with stand_in(seed=seed) as standing:
-        issuer, transport = TokenIssuer(), standing.transport()
-        with (
-            lending(issuer, 2, transport=transport, slab_bytes=SLAB) as producer,
-            consuming(8, SLAB, transport=transport) as aqua,
-        ):
-            granted = grant(issuer, producer.endpoint, 2, slab_bytes=SLAB)
-            granted = granted.model_copy(update={"transport": TransportKind.CUDA_VMM})
-            graph = torch.zeros(64, dtype=torch.uint8, device=GPU)
-            with standing.torch.capturing():
-                graph.add_(1)
-                in_thread(lambda: aqua.attach(granted))
+    with stand_in(seed=seed) as standing, granting(standing) as (aqua, _, granted):
+        graph = torch.zeros(64, dtype=torch.uint8, device=GPU)
+        with standing.torch.capturing():
+            graph.add_(1)
+            in_thread(lambda: aqua.attach(granted))
 
 
 def a_lease_is_taken_up_on_a_full_gpu(seed: int) -> None:
     """The engine has taken all that was left; the path is measured nevertheless."""
-    with stand_in(seed=seed) as standing:
-        issuer, transport = TokenIssuer(), standing.transport()
-        with (
-            lending(issuer, 2, transport=transport, slab_bytes=SLAB) as producer,
-            consuming(8, SLAB, transport=transport) as aqua,
-        ):
-            granted = grant(issuer, producer.endpoint, 2, slab_bytes=SLAB)
-            granted = granted.model_copy(update={"transport": TransportKind.CUDA_VMM})
-            machine = standing.machine
-            machine.memory_bytes = machine.used[0] + 2 * SLAB  # The producer makes its slabs now.
-            try:
-                link = aqua.attach(granted).link
-            except Exception as error:
-                raise AssertionError(f"the lease could not be used: {error}") from error
-            assert link is not None
+    with stand_in(seed=seed) as standing, granting(standing) as (aqua, _, granted):
+        machine = standing.machine
+        machine.memory_bytes = machine.used[0] + 2 * SLAB  # The producer makes its slabs now.
+        try:
+            link = aqua.attach(granted).link
+        except Exception as error:
+            raise AssertionError(f"the lease could not be used: {error}") from error
+        assert link is not None
 
 
 def copiers_come_and_go(seed: int) -> None:

@@ -31,10 +31,11 @@ from harness.gpu.device import GpuAtHand, StandInGpu
 from harness.gpu_failure_scenarios import FAILURE_SCENARIOS
 from harness.gpu_lane_scenarios import LANE_SCENARIOS
 from harness.gpu_layer_scenarios import LAYER_SCENARIOS
-from harness.gpu_scenarios import GPU, SCENARIOS, SLAB, in_thread
+from harness.gpu_scenarios import GPU, SCENARIOS, SLAB
 from harness.gpu_walk_engine import EngineWalk
 from harness.producers import lending
 from harness.raw_consumer import TokenIssuer
+from harness.threads import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -191,9 +192,15 @@ class Walk:
                 lending(self.issuer, 2, transport=transport, slab_bytes=SLAB)
             )
         elif not self.aqua.attachments and self.producer.offered_bytes >= 2 * SLAB:
-            granted = grant(self.issuer, self.producer.endpoint, 2, slab_bytes=SLAB)
+            granted = grant(
+                self.issuer,
+                self.producer.endpoint,
+                2,
+                slab_bytes=SLAB,
+                transport=TransportKind.CUDA_VMM,
+            )
             with contextlib.suppress(AquaError):  # Slabs of the last lease may be on their way.
-                self.aqua.attach(granted.model_copy(update={"transport": TransportKind.CUDA_VMM}))
+                self.aqua.attach(granted)
                 self.done["attached"] += 1
 
     def reclaim(self) -> None:

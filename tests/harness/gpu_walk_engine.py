@@ -22,7 +22,8 @@ from aqualib.transports import cuda_buffers
 from aqualib.transports.cuda_driver import CudaDevice, load_driver
 from harness.bounds import until
 from harness.consumers import consuming
-from harness.gpu_scenarios import GPU, SLAB, in_thread
+from harness.gpu_scenarios import GPU, SLAB
+from harness.threads import in_thread
 
 if TYPE_CHECKING:
     import random

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -14,17 +12,10 @@ from aqualib.transports.cuda_driver import load_driver
 from aqualib.transports.cuda_vmm import CudaVmmTransport
 from aqualib.transports.release_pipe import DEFERRED_FREE
 from harness.bounds import until
+from harness.threads import in_thread
 from harness.transport_peer import Peer, pattern
 
 NBYTES = 64 * MIB
-
-
-@pytest.fixture(scope="module", params=[TransportKind.CUDA_VMM, TransportKind.CUDA_IPC], ids=str)
-def transport(request: pytest.FixtureRequest) -> Transport:
-    try:
-        return select(request.param)
-    except TransportUnavailableError as refusal:
-        pytest.skip(str(refusal))
 
 
 def test_memory_that_was_used_before_comes_back_clean(transport: Transport) -> None:
@@ -53,23 +44,15 @@ def test_kernels_of_both_processes_work_on_one_slab(transport: Transport) -> Non
 
 
 def test_a_thread_that_never_used_cuda_may_create_copy_and_close(transport: Transport) -> None:
-    failures: list[BaseException] = []
-
     def work() -> None:
-        try:
-            slab = transport.create(NBYTES)
-            copier = transport.copier()
-            copier.copy(slab.tensor, pattern(2, NBYTES).to(transport.device))
-            copier.fence()
-            assert torch.equal(slab.tensor.cpu(), pattern(2, NBYTES))
-            slab.close()
-        except BaseException as error:  # noqa: BLE001 - carried to the test's thread
-            failures.append(error)
+        slab = transport.create(NBYTES)
+        copier = transport.copier()
+        copier.copy(slab.tensor, pattern(2, NBYTES).to(transport.device))
+        copier.fence()
+        assert torch.equal(slab.tensor.cpu(), pattern(2, NBYTES))
+        slab.close()
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert not failures
+    in_thread(work)
 
 
 def test_a_deferred_free_happens_when_the_importer_dies() -> None:

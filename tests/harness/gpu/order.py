@@ -7,8 +7,7 @@ shows that asking is enough, and that nothing waits which need not.
 from __future__ import annotations
 
 import gc
-import threading
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch._C as torch_c  # noqa: N811 - a module
@@ -17,10 +16,9 @@ from aqua_protocol import KIB, MIB, AquaError
 from aqualib import probe
 from harness.gpu.outcome import NotRunError, Outcome
 from harness.gpu.sampling import digits, milliseconds
+from harness.threads import in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from harness.gpu.device import GpuAtHand
 
 BUSY_MS: Final = 100.0
@@ -43,25 +41,6 @@ def order(gpu: GpuAtHand) -> Outcome:
     copiers_leave_nothing(gpu, outcome)
     full_gpu_is_measured(gpu, outcome)
     return outcome
-
-
-def in_thread(work: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the work returns
-    """Run on a thread that never used CUDA; raises what it raised."""
-    results: list[Any] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:  # noqa: BLE001 - carried to the caller
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
 
 
 def submissions_return(gpu: GpuAtHand, outcome: Outcome) -> None:

@@ -123,8 +123,13 @@ def _lend_and_reclaim(gpu: GpuAtHand, outcome: Outcome, *, writes_behind: bool) 
         consuming(count + 2, slab_bytes, transport=transport, writes_behind=writes_behind) as aqua,
     ):
         ready_ms = (time.perf_counter() - begin) * 1e3
-        granted = grant(issuer, producer.endpoint, count, slab_bytes=slab_bytes)
-        granted = granted.model_copy(update={"transport": TransportKind.CUDA_VMM})
+        granted = grant(
+            issuer,
+            producer.endpoint,
+            count,
+            slab_bytes=slab_bytes,
+            transport=TransportKind.CUDA_VMM,
+        )
         attached: list[Any] = []
         attach_ms = milliseconds(lambda: attached.append(aqua.attach(granted)))
         wanted = max(1, (nbytes - 2 * slab_bytes) // size)
