@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -334,13 +333,6 @@ async def test_books_that_were_lost_are_opened_again_by_whoever_comes_next(
 # --- Other ways to Redis -----------------------------------------------------------------
 
 
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def server(program: Path, *options: str) -> Iterator[Callable[[], bool]]:
     """A server process; gives a function that tells whether it is alive."""
@@ -369,14 +361,14 @@ async def opened(url: str, alive: Callable[[], bool]) -> str:
 async def test_a_master_is_found_by_sentinel() -> None:
     program = Path(get_binary_path())
     with short_directory() as directory:
-        port, watcher = free_port(), free_port()
+        port, watcher, silent = free_ports(3)
         config = directory / "sentinel.conf"
         config.write_text(f"port {watcher}\nsentinel monitor aqua 127.0.0.1 {port} 1\n")
         with (
             server(program, "--port", str(port), "--dir", str(directory), "--save", "") as alive,
             server(program, str(config), "--sentinel"),
         ):
-            url = f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{watcher}/aqua/0"
+            url = f"redis+sentinel://127.0.0.1:{silent},127.0.0.1:{watcher}/aqua/0"
             books_id = await opened(url, alive)
             assert await opened(f"redis://127.0.0.1:{port}/0", alive) == books_id
 
@@ -387,9 +379,10 @@ async def test_a_master_that_became_a_replica_is_left_for_who_has_its_address_no
 ) -> None:
     """Unasked: neither its address nor a Sentinel ends a connection to it."""
     with short_directory() as directory, ExitStack() as stack:
+        *ports, silent = free_ports(3)
         old, new = (
             RedisNode(directory / name, port, program=str(get_binary_path()))
-            for name, port in zip(("old", "new"), free_ports(2), strict=True)
+            for name, port in zip(("old", "new"), ports, strict=True)
         )
         for node, name in ((old, "old"), (new, "new")):
             stack.callback(node.kill)
@@ -399,7 +392,7 @@ async def test_a_master_that_became_a_replica_is_left_for_who_has_its_address_no
         address.symlink_to("old.sock")
         async with running_pipeline(f"unix://{address}") as pipeline:
             await pipeline.command("PING")
-            old.command("REPLICAOF", "127.0.0.1", new.port if link == "up" else free_port())
+            old.command("REPLICAOF", "127.0.0.1", new.port if link == "up" else silent)
             until(lambda: old.info()["master_link_status"] == link, f"the link is not {link}")
             address.unlink()
             address.symlink_to("new.sock")
@@ -432,7 +425,7 @@ async def test_tls_is_spoken_and_certificates_are_checked() -> None:
     assert program is not None
     with short_directory() as directory:
         key, certificate = self_signed(directory)
-        port = free_port()
+        (port,) = free_ports(1)
         options = ["--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no"]
         options += ["--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
         options += ["--tls-ca-cert-file", str(certificate), "--save", "", "--dir", str(directory)]
