@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError
+from pydantic import BeforeValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from aqua_client import CoordinatorClient
@@ -22,6 +22,7 @@ from aqua_client.tracing import Tracer, open_tracer
 from aqua_protocol import DEFAULT_SLAB_BYTES, ConfigError, TransportKind, parse_bytes
 from aqua_protocol.ids import MAX_NAME_LENGTH, NAME_PATTERN, Name
 from aqua_protocol.units import MAX_BYTES, MIN_SLAB_BYTES
+from aqua_protocol.wire import read_settings
 from aqualib.peers import require_safe_directory, trusted_uids
 from aqualib.producer.copy_limit import HARM_SHARE
 from aqualib.producer.escalation import Escalation
@@ -211,16 +212,8 @@ def load_settings(**overrides: Any) -> Settings:  # noqa: ANN401 - checked field
     Raises:
         ConfigError: Names every variable that is wrong and what is wrong with it.
     """
-    given = {name: value for name, value in overrides.items() if value is not None}
-    try:
-        return Settings(**given)
-    except ValidationError as error:
-        faults = [
-            f"{PREFIX}{str(fault['loc'][0]).upper()}: {fault['msg']}" for fault in error.errors()
-        ]
-        raise ConfigError(
-            "; ".join(faults), remedy="Correct the variables, or unset them for the defaults."
-        ) from error
+    remedy = "Correct the variables, or unset them for the defaults."
+    return read_settings(Settings, PREFIX, remedy, overrides)
 
 
 def require_name(what: str, name: str) -> str:

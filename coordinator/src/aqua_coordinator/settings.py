@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from aqua_cli.service import is_loopback
@@ -19,6 +19,7 @@ from aqua_client.tls import TlsFiles
 from aqua_coordinator.embedded import Fsync
 from aqua_coordinator.store.scripts import MAX_GAP_S
 from aqua_protocol import ConfigError
+from aqua_protocol.wire import read_settings
 
 MIN_SECRET_LENGTH = 32
 """Characters of a configured secret, 128 bits in hexadecimal; doubled, no attack gets harder."""
@@ -299,14 +300,5 @@ def load_settings(**overrides: Any) -> CoordinatorSettings:  # noqa: ANN401 - wh
     Raises:
         ConfigError: A value does not fit; the message names its variable, not its content.
     """
-    given = {name: value for name, value in overrides.items() if value is not None}
-    try:
-        return CoordinatorSettings(**given)
-    except ValidationError as error:
-        faults = []
-        for fault in error.errors(include_input=False, include_url=False):
-            name = "_".join(str(part) for part in fault["loc"])
-            faults.append(f"AQUA_{name.upper()}: {fault['msg']}" if name else fault["msg"])
-        raise ConfigError(
-            "; ".join(faults), remedy="`aqua-coordinator serve --help` lists every setting."
-        ) from error
+    remedy = "`aqua-coordinator serve --help` lists every setting."
+    return read_settings(CoordinatorSettings, "AQUA_", remedy, overrides)

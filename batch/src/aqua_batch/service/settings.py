@@ -11,19 +11,17 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from aqua_batch.policies import Policy
 from aqua_batch.tokens import BYTES
-from aqua_protocol.errors import ConfigError
+from aqua_protocol.wire import read_settings
 
 DEFAULT_PORT: Final = 7720
 """Unassigned at IANA, and of no other service of Aqua's. Fixed: clients expect it."""
 SHORTEST_TOKEN: Final = 32
 """Characters, 128 bits in hexadecimal; doubled, no attack gets harder."""
-VALUE_ERROR: Final = "Value error, "
-"""Fixed: what pydantic writes before a validator's own words."""
 ENGINE_URL: Final = r"(dns\+)?https?://[^\s,@]{1,2000}"
 """Fixed: no user names or passwords, which would be in logs."""
 MOST_ENGINES: Final = 1000
@@ -193,14 +191,5 @@ def load_batch_settings(**overrides: Any) -> BatchSettings:  # noqa: ANN401 - wh
     Raises:
         ConfigError: A value does not fit; the message names its variable, not its content.
     """
-    given = {name: value for name, value in overrides.items() if value is not None}
-    try:
-        return BatchSettings(**given)
-    except ValidationError as error:
-        faults = [
-            f"AQUA_BATCH_{str(fault['loc'][0]).upper()}: {fault['msg'].removeprefix(VALUE_ERROR)}"
-            for fault in error.errors(include_input=False, include_url=False)
-        ]
-        raise ConfigError(
-            "; ".join(faults), remedy="`aqua batch serve --help` lists every setting."
-        ) from error
+    remedy = "`aqua batch serve --help` lists every setting."
+    return read_settings(BatchSettings, "AQUA_BATCH_", remedy, overrides)
