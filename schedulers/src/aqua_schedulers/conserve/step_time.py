@@ -104,11 +104,6 @@ class StepTimes:
         self.basis = PredictionBasis.FIXED if profile is None else PredictionBasis.PROFILE
 
     @property
-    def correction(self) -> float:
-        """Measured over predicted, as it stands."""
-        return self._correction
-
-    @property
     def fixed_tokens(self) -> int:
         """The fixed budget of a step without online requests, whether or not it stands on it."""
         return self._calm_budget.tokens

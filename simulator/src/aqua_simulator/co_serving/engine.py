@@ -279,13 +279,12 @@ class CoServingEngine:
         self, plan: CoServingPlan, work: StepWork, stall_s: float, copied_bytes: float
     ) -> None:
         batch, load = batch_of(work)
-        contended_s = copied_bytes / self.spec.hbm_bytes_per_s
-        spent_s = self.time_of(batch) + contended_s
+        # Copies take memory bandwidth from the step.
+        spent_s = self.time_of(batch) + copied_bytes / self.spec.hbm_bytes_per_s
         if plan.is_preemptible:
             groups = self.spec.layer_count // self.spec.safepoint_layers
             spent_s += groups * self.spec.safepoint_s
         self.result.stalled_s += stall_s
-        self.result.contended_s += contended_s
         end_s = self.now_s + stall_s + spent_s
         self._step = CoServingStep(plan, self.now_s, end_s, load, work, stall_s)
 
@@ -304,7 +303,6 @@ class CoServingEngine:
 
     def _preempt_online(self, job: CoServedJob) -> None:
         """Take an online request's memory; it computes everything again."""
-        self.result.online_victims += 1
         if not all(each.is_online for each in self._running):
             self.result.wrong_victims += 1
         self._running.remove(job)
@@ -324,7 +322,6 @@ class CoServingEngine:
             if 0 < unsaved <= self.spec.store_blocks - ledger.stored_blocks:
                 ledger.copy(name, unsaved)
                 ledger.acknowledge(name, unsaved)
-                self.result.copied_out_blocks += unsaved
                 stall_s = unsaved * self.spec.block_bytes / self.spec.swap_bytes_per_s
         saved = ledger.of(name).saved
         held, job.block_count = job.block_count, 0
@@ -376,7 +373,6 @@ class CoServingEngine:
             if count:
                 self._in.send(job, count, self.now_s)
         out, loaded = sum(plan.copy_out.values()), sum(plan.copy_in.values())
-        self.result.copied_out_blocks += out
         self.result.copied_in_blocks += loaded
         return float((out + loaded) * self.spec.block_bytes)
 
@@ -401,7 +397,6 @@ class CoServingEngine:
         record = StepRecord(step.start_s, step.end_s, 0, 0)
         result.steps.append(record)
         if step.is_aborting:
-            result.aborted_s += step.end_s - step.start_s
             self.policy.aborted()
             for job, _tokens in step.work:
                 surplus = job.block_count - self._blocks_for(job.computed_tokens)

@@ -88,14 +88,12 @@ class CoServingRun:
         token_gaps_s: Seconds between two tokens of one answer, all answers together.
         finished_offline: Offline requests, by their end.
         steps: In order; aborted ones count no tokens.
-        busy_s: Time in steps. Of it: `aborted_s` in aborted ones, `stalled_s` waiting for copies,
-            `contended_s` because copies took memory bandwidth.
+        busy_s: Time in steps; of it, `stalled_s` waiting for copies.
         abort_lags_s: Seconds from an arrival to the end of the step that it aborted.
         most_aborts: Largest number of compute preemptions that one online request caused.
-        online_victims: Online requests that lost their memory; `wrong_victims` while an offline
-            request held blocks.
+        wrong_victims: Online requests that lost their memory while an offline one held blocks.
         recomputed_tokens: Offline tokens that were computed once more.
-        copied_out_blocks, copied_in_blocks: Over the link.
+        copied_in_blocks: Checkpoints that came back.
     """
 
     served: list[Served] = field(default_factory=list)
@@ -103,16 +101,12 @@ class CoServingRun:
     finished_offline: list[Served] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     busy_s: float = 0.0
-    aborted_s: float = 0.0
     stalled_s: float = 0.0
-    contended_s: float = 0.0
     abort_lags_s: list[float] = field(default_factory=list)
     most_aborts: int = 0
-    online_victims: int = 0
     wrong_victims: int = 0
     offline_victims: int = 0
     recomputed_tokens: int = 0
-    copied_out_blocks: int = 0
     copied_in_blocks: int = 0
 
     @property

@@ -356,7 +356,6 @@ def drive(fleet: FleetState, until_s: float) -> int:
             continue
         if due_s > until_s:
             return PAUSED
-        clock.event_count += 1
         if arrival_s <= event_s:
             if clock.first_vacant == NONE:
                 return NO_SLOTS

@@ -190,7 +190,6 @@ class ClockRecord:
     next_request: int
     first_vacant: int
     mark: int
-    event_count: int
     offered_gb_s: float
     used_gb_s: float
     reclaim_count: int

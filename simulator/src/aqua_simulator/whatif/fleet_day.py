@@ -231,7 +231,7 @@ def _fleet(
     count, asked = len(everyone), len(requests.arrival_s)
     clock = record(
         ClockRecord(
-            span_s, terms.assumed.reserve_share, int(links.is_on), 0.0, 0, 0, 0, 0, 0.0, 0.0, 0, 0.0
+            span_s, terms.assumed.reserve_share, int(links.is_on), 0.0, 0, 0, 0, 0.0, 0.0, 0, 0.0
         )
     )
     return FleetState(

@@ -14,7 +14,6 @@ class PagingCounts:
         clean_blocks: Of preempted requests, in the store already.
         checkpointed_blocks: Paged out while their request ran.
         kept_blocks: Paged out for the prefix tier when their request finished.
-        unkept_blocks: Of finished requests, not kept because so many were on their way.
         unsaved_blocks: Dropped for want of room in the store: their tokens are computed again.
         restored_tokens: Of preempted requests, loaded instead of computed.
         prefix_hit_tokens: Of new requests, loaded instead of computed.
@@ -29,7 +28,6 @@ class PagingCounts:
     clean_blocks: int = 0
     checkpointed_blocks: int = 0
     kept_blocks: int = 0
-    unkept_blocks: int = 0
     unsaved_blocks: int = 0
     restored_tokens: int = 0
     prefix_hit_tokens: int = 0

@@ -257,9 +257,8 @@ class KvPagingScheduler:
             blocks = range(request.num_tokens // group.block_tokens)
             if self.has_tier and self._is_on:
                 stop = min(computed_tokens // group.block_tokens, len(ids))
-                end, begun = self._cache(request, index, ids, range(stop))
+                _, begun = self._cache(request, index, ids, range(stop))
                 self.counts.kept_blocks += begun
-                self.counts.unkept_blocks += stop - end
             elif not self.has_tier:
                 self.table.forget(self.keys.full(request, index, blocks))
 
