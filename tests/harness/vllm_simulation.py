@@ -162,6 +162,16 @@ class SimulatedEngine:
             self.step()
         self.drain()
 
+    def require_rest(self) -> None:
+        """The books of paging are right now and, when all has settled, nothing is held."""
+        paging = self.scheduler.paging
+        paging.table.audit()
+        self.settle()
+        paging.table.audit()
+        assert paging.table.held_count == 0
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "the null block alone is used"
+
     def change_weights(self) -> None:
         """Have the model answer otherwise from here on."""
         self.runner.weights += 1
