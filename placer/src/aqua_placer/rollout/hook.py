@@ -60,6 +60,8 @@ class Hook:
             KeyboardInterrupt: Ctrl-C; the hook has ended.
         """
         environment = os.environ | variables_of(move, step_count, mapping)
+        # Before it runs: a Ctrl-C that meets pydantic at this comes out as an error of its own.
+        told_on_stdin = move.model_dump_json().encode()
         process: subprocess.Popen[bytes] | None = None
         try:
             with self.interrupts.deferred():
@@ -71,7 +73,7 @@ class Hook:
                     start_new_session=True,
                     pass_fds=(lock.fileno(),),
                 )
-            process.communicate(move.model_dump_json().encode(), timeout=self.timeout_s)
+            process.communicate(told_on_stdin, timeout=self.timeout_s)
         except subprocess.TimeoutExpired as error:
             assert process is not None, "only a process that was started can take long"
             self._end(process)
