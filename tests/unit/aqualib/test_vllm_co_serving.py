@@ -19,8 +19,13 @@ from aqua_schedulers.conserve import (
 from aqualib.engines.vllm.co_serving.abort_page import AbortPage
 from aqualib.engines.vllm.co_serving.scheduler import CoServing, StepTokens
 from aqualib.engines.vllm.options import read_options
+from aqualib.engines.vllm.requests.body import with_xargs
 from aqualib.engines.vllm.requests.priority import UrgentPriority
-from aqualib.engines.vllm.requests.service_class import service_class_of, with_class
+from aqualib.engines.vllm.requests.service_class import (
+    XARG,
+    class_choice,
+    service_class_of,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -133,14 +138,15 @@ def test_a_request_says_its_class_or_its_priority_does(
 def test_the_header_counts_before_the_body_and_that_before_its_tier(
     body: bytes, header: str, sent: bytes
 ) -> None:
-    assert sent in with_class(body, header)
+    assert sent in with_xargs(body, {XARG: class_choice(header)})
 
 
 def test_a_body_that_says_nothing_stays_so_and_a_wrong_header_is_refused() -> None:
-    assert with_class(b'{"service_tier": "auto"}', "") == b'{"service_tier": "auto"}'
-    assert with_class(b"no JSON", "offline") == b"no JSON"
+    said = b'{"service_tier": "auto"}'
+    assert with_xargs(said, {XARG: class_choice("")}) == said
+    assert with_xargs(b"no JSON", {XARG: class_choice("offline")}) == b"no JSON"
     with pytest.raises(RequestInvalidError, match="no class"):
-        with_class(b"{}", "batch")
+        class_choice("batch")
 
 
 def test_objectives_are_needed() -> None:

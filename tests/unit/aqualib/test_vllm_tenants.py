@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from aqualib.engines.vllm.operations.admin_api import AquaMiddleware, body_of
+from aqua_protocol.errors import RequestTooLargeError
+from aqualib.engines.vllm.operations.admin_api import (
+    MAX_REQUEST_BYTES,
+    AquaMiddleware,
+    body_of,
+)
 from aqualib.engines.vllm.options import read_options
 from aqualib.engines.vllm.plugin import CONNECTOR
 from aqualib.engines.vllm.requests.priority import UrgentPriority, weight_of
@@ -22,18 +27,31 @@ from aqualib.engines.vllm.requests.tenant_key import (
 )
 
 if TYPE_CHECKING:
-    from aqualib.engines.vllm.operations.admin_api import Receive, Scope, Send
+    from aqualib.engines.vllm.operations.admin_api import App, Message, Receive, Scope, Send
 
 KEY = "sk-team-b"
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with the body, as long as the headers say."""
+    """Answer with the body, which is as long as the headers say, if they do."""
     body = await body_of(receive, 1 << 20)
-    told = dict(scope["headers"])[b"content-length"]
-    assert int(told) == len(body)
+    told = dict(scope["headers"]).get(b"content-length")
+    assert told is None or int(told) == len(body)
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": body})
+
+
+def before(vllm: App, options: dict[str, Any]) -> App:
+    """The middleware before a server under these options."""
+    transfer = SimpleNamespace(kv_connector=CONNECTOR, kv_connector_extra_config=options)
+    config = SimpleNamespace(kv_transfer_config=transfer, additional_config=None)
+    state = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=config))
+    middleware = AquaMiddleware(vllm)
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        await middleware({**scope, "app": SimpleNamespace(state=state)}, receive, send)
+
+    return run
 
 
 def through(
@@ -43,16 +61,9 @@ def through(
     **headers: str,
 ) -> Any:  # noqa: ANN401 - JSON
     """What vLLM gets of a request; `more` headers come behind the others."""
-    transfer = SimpleNamespace(kv_connector=CONNECTOR, kv_connector_extra_config=options)
-    config = SimpleNamespace(kv_transfer_config=transfer, additional_config=None)
-    state = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=config))
-    middleware = AquaMiddleware(echo)
-
-    async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        await middleware({**scope, "app": SimpleNamespace(state=state)}, receive, send)
 
     async def ask() -> bytes:
-        transport = httpx.ASGITransport(app=run)
+        transport = httpx.ASGITransport(app=before(echo, options))
         async with httpx.AsyncClient(transport=transport, base_url="http://engine") as http:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
             kind = {"content-type": "application/json"}
@@ -156,6 +167,46 @@ def test_what_needs_no_tenant_or_is_no_request_goes_on_as_it_is(
     content: object, options: dict[str, Any], headers: dict[str, str]
 ) -> None:
     assert through(content, options, **headers) == content
+
+
+def post(vllm: App, part: bytes) -> tuple[int, int]:
+    """Post an endless body of such parts: the status, and how many parts were read."""
+    parts = 0
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        nonlocal parts
+        parts += 1
+        return {"type": "http.request", "body": part, "more_body": True}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def serve() -> None:
+        headers = [(b"content-type", b"application/json"), (b"x-aqua-tenant", b"team-a")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+        await before(vllm, SHARING)(scope, receive, send)
+
+    asyncio.run(serve())
+    return sent[0]["status"], parts
+
+
+def test_a_body_is_read_once_vllm_asks_for_it_so_nothing_is_held_for_a_stranger() -> None:
+    async def refuse(_: Scope, __: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 401, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    assert post(refuse, b"{") == (401, 0)
+
+
+def test_a_body_without_end_is_refused_whatever_the_server_makes_of_it() -> None:
+    async def misread(_: Scope, receive: Receive, send: Send) -> None:
+        with pytest.raises(RequestTooLargeError):
+            await receive()
+        await send({"type": "http.response.start", "status": 400, "headers": []})
+        await send({"type": "http.response.body", "body": b"there was an error"})
+
+    assert post(misread, bytes(MAX_REQUEST_BYTES // 4)) == (413, 5)
 
 
 def request(extra: dict[str, Any] | None = None, lora: str | None = None) -> Any:  # noqa: ANN401 - vLLM's

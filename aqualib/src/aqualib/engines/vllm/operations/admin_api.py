@@ -23,14 +23,15 @@ a rank does not know what others do, such as a request. Errors are Aqua's (`{cod
 A middleware runs before vLLM looks at its API keys, and an operator's rights are not a user's. So
 the admin API has a token of its own, `AQUA_ADMIN_TOKEN`, and without one it refuses every call.
 All other paths go to vLLM; on the way a request is told whose it is (`tenant_key`), and whether it
-is online or offline (`service_class`), if that is not in its body.
+is online or offline (`service_class`), if that is not in its body. A body is read when vLLM asks
+for it, which is after it has looked at its keys: for a stranger no byte is held.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Final
 
 from aqua_protocol import AquaError, ConfigError, UnavailableError
@@ -46,8 +47,11 @@ from aqua_protocol.errors import (
 )
 from aqualib.engines.vllm.operations.admin_commands import UTILITY
 from aqualib.engines.vllm.options import AquaOptions, options_of
-from aqualib.engines.vllm.requests.service_class import HEADER, with_class
-from aqualib.engines.vllm.requests.tenant_key import TenantSource, with_tenant
+from aqualib.engines.vllm.requests.body import Choose, with_xargs
+from aqualib.engines.vllm.requests.service_class import HEADER, class_choice
+from aqualib.engines.vllm.requests.service_class import XARG as CLASS
+from aqualib.engines.vllm.requests.tenant_key import XARG as TENANT
+from aqualib.engines.vllm.requests.tenant_key import TenantSource, tenant_choice
 from aqualib.settings import load_settings
 
 Scope = MutableMapping[str, Any]
@@ -109,8 +113,11 @@ class AquaMiddleware:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         try:
             if not path.startswith(PREFIX):
-                scope, receive = await self._with_xargs(scope, receive)
-                await self._app(scope, receive, send)
+                choices = self._choices(scope)
+                if choices:
+                    await self._with_xargs(scope, receive, send, choices)
+                else:
+                    await self._app(scope, receive, send)
                 return
             self._require_admin(scope)
             command, named = _command_of(scope["method"], path.removeprefix(PREFIX))
@@ -124,12 +131,11 @@ class AquaMiddleware:
         else:
             await _send_json(send, 200, {"engines": results})
 
-    async def _with_xargs(self, scope: Scope, receive: Receive) -> tuple[Scope, Receive]:
-        """Have a request say whose it is and how it is served, where its body does not."""
+    def _choices(self, scope: Scope) -> dict[str, Choose]:
+        """What of a request's body is written by its headers: whose it is, and how it is served."""
         kind = header_of(scope, b"content-type", at=FIRST).lower()
-        is_json = kind.startswith("application/json")
-        if scope["method"] != "POST" or not is_json:
-            return scope, receive
+        if scope["method"] != "POST" or not kind.startswith("application/json"):
+            return {}
         if self._options is None:
             self._options = options_of(scope["app"].state.engine_client.vllm_config)
         options = self._options
@@ -137,19 +143,53 @@ class AquaMiddleware:
         header = next(
             filter(None, (header_of(scope, name.encode()) for name in options.tenant_headers)), ""
         )
+        choices: dict[str, Choose] = {}
         # Where a body's word does not count, it must not reach the scheduler.
-        has_tenant = TenantSource.API_KEY in sources or (
+        if TenantSource.API_KEY in sources or (
             TenantSource.HEADER in sources and (header or TenantSource.XARGS not in sources)
-        )
-        if not has_tenant and options.co_serving is None:
-            return scope, receive
-        body = await body_of(receive, MAX_REQUEST_BYTES)
-        if has_tenant:
+        ):
             key = header_of(scope, b"authorization", at=FIRST).partition(" ")[2]
-            body = with_tenant(body, sources, header=header, api_key=key)
+            choices[TENANT] = tenant_choice(sources, header=header, api_key=key)
         if options.co_serving is not None:
-            body = with_class(body, header_of(scope, HEADER.encode()))
-        return _with_body(scope, receive, body)
+            choices[CLASS] = class_choice(header_of(scope, HEADER.encode()))
+        return choices
+
+    async def _with_xargs(
+        self, scope: Scope, receive: Receive, send: Send, choices: Mapping[str, Choose]
+    ) -> None:
+        """Have vLLM answer a request with another body.
+
+        Raises:
+            RequestInvalidError: Its body is nested too deeply.
+            RequestTooLargeError: Its body is too long.
+        """
+        is_read = False
+        refusal: AquaError | None = None
+
+        async def rewritten() -> Message:
+            nonlocal is_read, refusal
+            if is_read:
+                return await receive()
+            is_read = True
+            try:
+                body = with_xargs(await body_of(receive, MAX_REQUEST_BYTES), choices)
+            except AquaError as error:
+                refusal = error
+                raise
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def answer(message: Message) -> None:
+            if refusal is None:  # Else what vLLM makes of it is not the answer.
+                await send(message)
+
+        headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
+        try:
+            await self._app({**scope, "headers": headers}, rewritten, answer)
+        except Exception:
+            if refusal is None:
+                raise
+        if refusal is not None:
+            raise refusal
 
     def _require_admin(self, scope: Scope) -> None:
         if self._token is None:
@@ -193,18 +233,6 @@ def header_of(scope: Scope, name: bytes, *, at: int = LAST) -> str:
         return values[at].decode().strip()
     except UnicodeDecodeError:
         return values[at].decode("latin-1").strip()
-
-
-def _with_body(scope: Scope, receive: Receive, body: bytes) -> tuple[Scope, Receive]:
-    """The same request with another body."""
-    headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
-    headers.append((b"content-length", str(len(body)).encode()))
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replay() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return {**scope, "headers": headers}, replay
 
 
 def _command_of(method: str, resource: str) -> tuple[str, dict[str, str]]:

@@ -17,15 +17,14 @@ Choose = Callable[[Mapping[str, Any], object], object]
 """Given a request's content and an argument in it, or None, the argument to send on; None drops."""
 
 
-def with_xarg(body: bytes, name: str, choose: Choose) -> bytes:
-    """A request's body with one of its arguments for the scheduler as chosen, as JSON.
+def with_xargs(body: bytes, choices: Mapping[str, Choose]) -> bytes:
+    """A request's body with arguments for the scheduler as chosen, as JSON.
 
     What is not a JSON object is returned as it is: vLLM says what is wrong with it.
 
     Args:
         body: As the client sent it.
-        name: Of the argument.
-        choose: Says what it is to be.
+        choices: By an argument's name, what says what it is to be.
 
     Raises:
         RequestInvalidError: It is nested deeper than JSON is read here.
@@ -33,10 +32,11 @@ def with_xarg(body: bytes, name: str, choose: Choose) -> bytes:
     content = _read(body)
     if not isinstance(content, dict):
         return body
-    _choose(content, "vllm_xargs", name, content, choose)
     params = content.get("sampling_params")
-    if isinstance(params, dict):
-        _choose(params, "extra_args", name, content, choose)
+    for name, choose in choices.items():
+        _choose(content, "vllm_xargs", name, content, choose)
+        if isinstance(params, dict):
+            _choose(params, "extra_args", name, content, choose)
     return json.dumps(content).encode()
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from aqua_protocol.errors import RequestInvalidError
 from aqua_schedulers.conserve import ServiceClass
-from aqualib.engines.vllm.requests.body import with_xarg
+from aqualib.engines.vllm.requests.body import Choose
 from aqualib.engines.vllm.requests.priority import UrgentPriority
 
 XARG: Final = "aqua_class"
@@ -38,11 +38,10 @@ def service_class_of(request: Any, urgent: UrgentPriority) -> ServiceClass:
     return ServiceClass.OFFLINE if urgency < 0 else ServiceClass.ONLINE
 
 
-def with_class(body: bytes, header: str) -> bytes:
-    """A request's body with its class among the `vllm_xargs`, where a client says it otherwise.
+def class_choice(header: str) -> Choose:
+    """What says how a request is served, given what its body claims.
 
     Args:
-        body: As the client sent it.
         header: Of `HEADER`; empty if there is none.
 
     Raises:
@@ -56,4 +55,4 @@ def with_class(body: bytes, header: str) -> bytes:
     def choose(content: Mapping[str, Any], claimed: object) -> object:
         return header or claimed or TIERS.get(str(content.get("service_tier")))
 
-    return with_xarg(body, XARG, choose)
+    return choose

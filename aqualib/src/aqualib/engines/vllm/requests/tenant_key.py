@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Final
 
-from aqualib.engines.vllm.requests.body import with_xarg
+from aqualib.engines.vllm.requests.body import Choose
 
 XARG: Final = "aqua_tenant"
 """Among a request's `vllm_xargs`; fixed, as part of the interface."""
@@ -58,13 +58,10 @@ def key_name(api_key: str) -> str:
     return f"key-{hashlib.sha256(api_key.encode()).hexdigest()[:12]}"
 
 
-def with_tenant(
-    body: bytes, sources: Sequence[TenantSource], *, header: str, api_key: str
-) -> bytes:
-    """A request's body with its tenant among the `vllm_xargs`; see `with_xarg`.
+def tenant_choice(sources: Sequence[TenantSource], *, header: str, api_key: str) -> Choose:
+    """What says whose a request is, given what its body claims.
 
     Args:
-        body: As the client sent it.
         sources: In the order in which they count.
         header: The tenant's header; empty if there is none.
         api_key: Likewise.
@@ -81,4 +78,4 @@ def with_tenant(
         name = next(filter(None, names), None)
         return None if name is None else name[:MAX_NAME_LENGTH]
 
-    return with_xarg(body, XARG, choose)
+    return choose
