@@ -7,7 +7,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,13 +27,14 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
-AQUA: Final = turn_flags(store_bytes="16MiB", is_offline=True)
+AQUA: Final = turn_flags(store_bytes="16MiB", is_offline=True, tenants={})
 TOKEN: Final = "operator-of-this-engine"
+USER_KEY: Final = "user-of-this-engine"
 ADMINISTERED: Final = ("--middleware", "aqualib.engines.vllm.AquaMiddleware")
 PROMPTS: Final = prompts_of(Scenario(model=""))
 
 
-def answers(client: httpx.Client) -> list[list[int]]:
+def answers(client: httpx.Client, service_class: str = "online") -> list[list[int]]:
     """Tokens of the greedy completions of all prompts at once; many of them have no text."""
 
     def ask(prompt: list[int]) -> list[int]:
@@ -44,8 +46,9 @@ def answers(client: httpx.Client) -> list[list[int]]:
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        answer = client.post("/v1/completions", json=body, timeout=300).raise_for_status().json()
-        tokens: list[int] = answer["choices"][0]["token_ids"]
+        told = {"x-aqua-class": service_class}
+        answer = client.post("/v1/completions", json=body, headers=told, timeout=300)
+        tokens: list[int] = answer.raise_for_status().json()["choices"][0]["token_ids"]
         return tokens
 
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
@@ -68,11 +71,13 @@ def test_the_server_answers_the_same_under_aqua_and_counts_what_it_pages(
 ) -> None:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     events = {"enable_kv_cache_events": True, "endpoint": endpoint.replace("127.0.0.1", "*")}
-    flags = (*AQUA, *ADMINISTERED, "--kv-events-config", json.dumps(events))
+    flags = (*AQUA, *ADMINISTERED, "--kv-events-config", json.dumps(events), "--api-key", USER_KEY)
     with (
         vllm_server(model, tmp_path / "aqua.log", *flags, AQUA_ADMIN_TOKEN=TOKEN) as client,
         router(endpoint) as hear,
     ):
+        assert status_without_body(client) == 401, "no body is waited for without a key"
+        client.headers["Authorization"] = f"Bearer {USER_KEY}"
         assert answers(client) == expected
         assert hear("CPU") & hear("GPU"), "by the hash of when a block was on the GPU"
         found = metrics_of(client)
@@ -100,6 +105,18 @@ def test_the_server_answers_the_same_under_aqua_and_counts_what_it_pages(
     assert (found["aqua:slicing_on"], found["aqua:paging_on"]) == (1, 1)
     for name in ("forced_preemptions", "kv_paged_out_bytes", "restored_tokens"):
         assert off[f"aqua:{name}_total"] == found[f"aqua:{name}_total"], "nothing while it is off"
+
+
+def status_without_body(client: httpx.Client) -> int:
+    """What a completion is answered of which only the headers have come."""
+    server = HTTPConnection(client.base_url.host, client.base_url.port, timeout=HANG_S)
+    with closing(server):
+        server.putrequest("POST", "/v1/completions")
+        server.putheader("Content-Type", "application/json")
+        server.putheader("Content-Length", str(1 << 28))
+        server.putheader("X-Aqua-Tenant", "team-a")
+        server.endheaders()
+        return server.getresponse().status
 
 
 @contextmanager
@@ -212,6 +229,38 @@ def test_a_server_lends_while_it_is_idle_and_answers_the_same_when_it_is_not(
         assert lending(lender)["offered_bytes"] == 0
         turn(client, lending=True)
         await_offer(lender, 4 * MIB)
+
+
+def test_a_server_that_lends_in_gaps_without_offline_work_answers_as_ever(
+    model: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    port = free_port()
+    lend = {"bytes": "4MiB", "reserve_bytes": 0, "calm_s": 0, "metrics_port": port}
+    co_serving = {"ttft_s": 1000.0, "tpot_s": 60.0, "layer_aborts": True}
+    flags = [
+        *("--num-gpu-blocks-override", "96"),
+        *("--worker-cls", "aqualib.engines.vllm.LendingWorker"),
+        *ADMINISTERED,
+        *turn_flags(mode="checkpoint", is_offline=True, lend=lend, co_serving=co_serving),
+    ]
+    with (
+        vllm_server(model, tmp_path / "both.log", *flags) as client,
+        httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=HANG_S
+        ) as lender,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        for reclaims in (1, 2):
+            await_offer(lender, 4 * MIB)
+            offline = pool.submit(answers, client, "offline")
+            await_lending(lender, offered_bytes=0)
+            assert answers(client) == expected
+            assert offline.result() == expected
+            assert lending(lender)["reclaims_total"] >= reclaims
+        found = metrics_of(client)
+    assert found["aqua:online_arrivals_total"] == 2 * len(PROMPTS)
+    assert found["aqua:offline_tokens_total"] > 0
+    assert found["aqua:co_serving_without_aborts"] == 0
 
 
 def lending(client: httpx.Client) -> dict[str, float]:
