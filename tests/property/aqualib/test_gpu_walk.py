@@ -15,7 +15,8 @@ from harness.gpu_walk import EPISODE, walk
 from harness.mend import Mend
 from harness.slices import IS_WHOLE, SEED, examples, shuffled
 
-WALKS = 4
+WALKS = examples(4, whole=20)
+"""Of the whole tier each is a test: a slow machine takes minutes for one."""
 BUG_OPERATIONS = 10_000
 PLANTED = shuffled([mend for mend in MENDS if IS_WHOLE or mend.is_met_by_walks], key="planted")
 
@@ -24,7 +25,7 @@ PLANTED = shuffled([mend for mend in MENDS if IS_WHOLE or mend.is_met_by_walks],
 def test_bytes_come_back_and_no_rule_is_broken(first: int) -> None:
     done: Counter[str] = Counter()
     for number in range(first, first + examples(WALKS, whole=1)):
-        count, episode = examples(EPISODE, whole=25_000), examples(EPISODE, whole=500)
+        count, episode = examples(EPISODE, whole=100_000 // WALKS), examples(EPISODE, whole=500)
         done += walk(WALKS * SEED + number, count, episode=episode)
     wanted = {"reclaim", "capture", "page_in", "fill_gpu", "give_up", "blocks_in"}
     wanted |= {"attached", "reclaimed", "killed"} if IS_WHOLE else set()
