@@ -80,12 +80,18 @@ class _Run:
         from harness.gpu.records import read_records
 
         self.options = options
-        self.records = read_records(options.records)
+        self.kept_for: str | None = None  # Why the file of the records is not to be replaced.
+        try:
+            self.records = read_records(options.records)
+        except (ValueError, KeyError, TypeError) as error:
+            self.records, self.kept_for = {}, f"cannot be read ({error!r})"
         self.origin = None if options.report else _origin(stands_in=options.stand_in)
         hardware = self.origin.hardware if self.origin else ""
         self.fingerprints = {step.name: fingerprint(step, ROOT, hardware) for step in STEPS}
         if self.origin is not None:  # What was taken on another machine is not this one's.
             kept = {n: r for n, r in self.records.items() if r.origin.hardware == hardware}
+            if len(kept) < len(self.records):
+                self.kept_for = "has records of other hardware"
             self.records = kept
 
     def run(self) -> int:
@@ -100,6 +106,9 @@ class _Run:
                     word = f"{record.outcome.state}, to run again"
                 sys.stdout.write(f"{step.name:14} {word:24} {step.what}\n")
             return OK
+        if self.options.report and self.kept_for:
+            _say(f"the file of the records {self.kept_for}, so there is nothing to report")
+            return FAILED
         late = [] if self.options.report else self._run_steps(left)
         self._write()
         failed = [n for n, r in self.records.items() if r.outcome.state is State.FAILED]
@@ -111,8 +120,11 @@ class _Run:
 
     def _run_steps(self, steps: list[Step]) -> list[str]:
         """Run them within the budget; the names of those for which there was no time."""
-        from harness.gpu.records import Record, write_records
+        from harness.gpu.records import Record, set_aside, write_records
 
+        if steps and self.kept_for:
+            kept = set_aside(self.options.records)
+            _say(f"the file of the records {self.kept_for}: it stays as {_near(kept)}")
         begin, late = time.monotonic(), []
         budget = Budget(self.options.minutes * 60)
         if not steps:

@@ -38,7 +38,11 @@ class Record:
 
 
 def read_records(folder: Path) -> dict[str, Record]:
-    """By the names of steps; empty where nothing has been run."""
+    """By the names of steps; empty where nothing has been run.
+
+    Raises:
+        ValueError, KeyError, TypeError: The file is damaged, or of another version.
+    """
     path = folder / FILE
     if not path.exists():
         return {}
@@ -52,6 +56,14 @@ def read_records(folder: Path) -> dict[str, Record]:
         )
         for raw in json.loads(path.read_text(encoding="utf-8"))
     }
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename the file, so that none takes its place; what it is called then."""
+    number = 1
+    while (path := folder / f"records-{number}.json").exists():
+        number += 1
+    return (folder / FILE).rename(path)
 
 
 def write_records(folder: Path, records: dict[str, Record]) -> None:

@@ -367,3 +367,31 @@ def test_a_step_on_the_stand_in_is_recorded_and_not_repeated(
     assert lines["rows"] == "to"
     raw = json.loads((tmp_path / "records.json").read_text())
     assert raw[0]["origin"]["is_stand_in"] is True
+
+
+def test_records_that_cannot_be_read_are_kept_and_do_not_end_a_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "records.json").write_text('[{"step": "rows", ')
+    here = ("--stand-in", "--records", str(tmp_path))
+    assert run(monkeypatch, *here, "--report") == 1
+    assert "cannot be read" in capsys.readouterr().err
+    assert run(monkeypatch, *here, "--only", "machine") == 0
+    assert (tmp_path / "records-1.json").read_text() == '[{"step": "rows", '
+    assert [raw["step"] for raw in json.loads((tmp_path / "records.json").read_text())] == [
+        "machine"
+    ]
+
+
+def test_records_of_other_hardware_are_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    other = record(Outcome())
+    write_records(tmp_path, {STEP.name: other})
+    taken = (tmp_path / "records.json").read_text()
+    here = ("--stand-in", "--records", str(tmp_path))
+    assert run(monkeypatch, *here, "--list") == 0
+    assert (tmp_path / "records.json").read_text() == taken, "listing changes nothing"
+    assert run(monkeypatch, *here, "--only", "machine") == 0
+    assert (tmp_path / "records-1.json").read_text() == taken
+    assert "of other hardware" in capsys.readouterr().err
