@@ -273,6 +273,21 @@ def test_an_arrival_stops_the_offline_step_at_a_safepoint() -> None:
     assert max(row.ttft_s for row in result.served) <= 2 * group_s + exact_time(_chunk(8)) + 1e-9
 
 
+def test_an_abort_takes_no_more_of_the_first_token_than_its_share() -> None:
+    """Where layers are few and slow, a full step's safepoints are too far apart."""
+    arrivals = [Arrival(f"on-{i}", 0.4137 * i, 8, 2) for i in range(1, 40)]
+    bounded, full = (
+        engine(
+            CoServingPolicyName.GUARDED, safepoints=count, abort_share=0.02, starved_tokens=8
+        ).engine
+        for count in (4, 1 << 20)
+    )
+    result, control = bounded.run(arrivals, 18.0), full.run(arrivals, 18.0)
+    assert max(result.abort_lags_s) <= 0.02 * OBJECTIVES.ttft_s < max(control.abort_lags_s)
+    offline = [run.tokens_per_s(0.0, 18.0, ServiceClass.OFFLINE) for run in (result, control)]
+    assert offline[0] > 0.85 * offline[1] > 0.0
+
+
 def _chunk(tokens: int) -> ScheduledBatch:
     return ScheduledBatch((Chunk(tokens, 0),), 0, 0, 1)
 

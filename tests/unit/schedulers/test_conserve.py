@@ -12,6 +12,7 @@ from aqua_schedulers.conserve import (
     CheckpointLedger,
     ConserveSettings,
     CoServedRequest,
+    CoServingPlan,
     CoServingPolicyName,
     CoServingView,
     MeasuredStep,
@@ -359,6 +360,23 @@ def test_aborts_halve_offline_steps_and_calm_restores_them() -> None:
     plan = policy.plan(view)
     policy.stepped(plan, plan.load, 0.1, 0.1)
     assert tokens() == 32
+
+
+def test_a_calm_step_is_as_long_as_its_safepoints_are_near_enough() -> None:
+    settings = ConserveSettings(safepoints=8)
+
+    def calm_step(name: str, profile: StepTimeProfile | None = PROFILE) -> CoServingPlan:
+        policy = co_serving_policy(name, Objectives(0.2, 0.1), profile, settings)
+        policy.added(offline("a", known_tokens=4000), 0.0)
+        return policy.plan(CoServingView(0.0, 500, 500, 2048, 8, []))
+
+    bounded = calm_step("guarded")
+    assert bounded.is_preemptible
+    # Two of eight intervals take a twentieth of 200 ms.
+    assert 0.03 < bounded.expected_s <= 0.04
+    full = sum(calm_step("conserve").offline_tokens.values())
+    assert sum(bounded.offline_tokens.values()) < full, "the paper has no limit"
+    assert sum(calm_step("guarded", None).offline_tokens.values()) == full, "nor what is not known"
 
 
 @pytest.mark.parametrize("profile", [None, PROFILE])

@@ -11,10 +11,10 @@ Algorithm 1 as it runs here, once per step:
    *parked*: it keeps its blocks and computes nothing.
 4. Waiting offline requests come in while the step and memory have room. Those with a checkpoint are
    loaded in the background, and new prompts are computed meanwhile.
-5. Without an online request there is no limit and the step may be aborted (`on_arrival`, Algorithm
-   2). An abort halves the next such step, one that ends doubles it: what is thrown away adapts to
-   the gaps between arrivals, and some step always ends. On an engine that cannot abort, such a step
-   keeps to a part of the objective for the first token, and has `starved_tokens` in any case.
+5. A step without an online request may be aborted (`on_arrival`, Algorithm 2). An abort halves the
+   next such step, one that ends doubles it: what is thrown away adapts to the gaps between
+   arrivals, and some step always ends. Beyond `starved_tokens` it has no more than lets it stop
+   soon for an arrival: at its end, or under `guarded` at its second safepoint.
 6. Full blocks of offline requests are copied out, next victims first.
 
 Promises, as long as predicted times are right: a step with online requests exceeds its limit only
@@ -227,9 +227,12 @@ class ConservePolicy:
 
     @property
     def _calm_limit_s(self) -> float:
-        """Longest step without online requests."""
-        settings = self._settings
-        return NO_LIMIT if settings.aborts else settings.unaborted_share * self._objectives.ttft_s
+        """Longest step without online requests, by what an arrival waits for it to stop."""
+        settings, ttft_s = self._settings, self._objectives.ttft_s
+        if not settings.aborts:
+            return settings.unaborted_share * ttft_s
+        wait_s = inf if self.times.basis is PredictionBasis.FIXED else settings.abort_share * ttft_s
+        return self._reading.abortable_limit_s(wait_s, settings.safepoints)
 
     def _is_due(self, request: CoServedRequest, now_s: float) -> bool:
         token_s = self._objectives.tpot_s / max(1, self._settings.least_step_tokens)

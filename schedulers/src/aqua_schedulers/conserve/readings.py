@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from aqua_schedulers.conserve.views import CoServedRequest
+from aqua_schedulers.conserve.views import NO_LIMIT, CoServedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,16 @@ class PaperReading:
     def prompt_limit_s(self, prompts: Sequence[CoServedRequest], now_s: float) -> float:
         """Longest step with online prompts and no online decode: what the tightest one has left."""
         return max(0.0, min(each.arrival_s for each in prompts) + self.objectives.ttft_s - now_s)
+
+    def abortable_limit_s(self, wait_s: float, safepoints: int) -> float:
+        """Longest step without online requests, where it has safepoints: none.
+
+        Args:
+            wait_s: What an arrival may wait for it to stop.
+            safepoints: Of the step.
+        """
+        del wait_s, safepoints
+        return NO_LIMIT
 
     def aborts(self, remaining_s: float, own_s: float, safepoint_s: float) -> bool:
         """Whether an arrival aborts the offline step under way: when its first token would be late.
@@ -130,6 +140,13 @@ class GuardedReading:
         """No offline work: whatever joins a prompt's step comes on top of its first token."""
         del prompts, now_s
         return 0.0
+
+    def abortable_limit_s(self, wait_s: float, safepoints: int) -> float:
+        """Longest such step of which two intervals between safepoints take no longer than `wait_s`.
+
+        An abort takes two: the rest of one, and one whose layers are launched already.
+        """
+        return wait_s * safepoints / 2
 
     def aborts(self, remaining_s: float, own_s: float, safepoint_s: float) -> bool:
         """Abort unless the step is over as soon."""

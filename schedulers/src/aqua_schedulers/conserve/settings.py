@@ -25,6 +25,11 @@ class ConserveSettings(BaseModel):
             such a step keeps to a limit.
         unaborted_share: Part of the objective for the first token that this limit is: what an
             arrival waits at most. Doubled, it waits twice as long, and calm steps take more.
+        safepoints: Of a step that can be aborted: its layers, or groups of them. Doubled, it may be
+            twice as long under `guarded`.
+        abort_share: For `guarded`: part of the objective for the first token that an abort may
+            take. Doubled, arrivals wait up to twice as long where layers are slow, and more is
+            thrown away.
         safepoint_s: What an abort takes, as the engine's safepoints are; for judging whether a step
             ends as soon by itself.
         checkpoints: Copy full blocks of offline requests out before they are needed.
@@ -53,6 +58,8 @@ class ConserveSettings(BaseModel):
     least_step_tokens: int = Field(default=256, ge=1, le=1 << 20)
     aborts: bool = True
     unaborted_share: float = Field(default=0.1, gt=0.0, le=1.0)
+    safepoints: int = Field(default=32, ge=1, le=1 << 20)
+    abort_share: float = Field(default=0.05, gt=0.0, le=1.0)
     safepoint_s: float = Field(default=0.005, ge=0.0, le=60.0)
     checkpoints: bool = True
     checkpoint_start: float = Field(default=0.5, ge=0.0, lt=1.0)

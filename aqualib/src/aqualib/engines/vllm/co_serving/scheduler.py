@@ -141,6 +141,7 @@ class CoServing:
             _profile_of(given, key),
             ConserveSettings(
                 aborts=abortable_layers is not None,
+                safepoints=max(1, (abortable_layers or 1) // (given.safepoint_layers or 1)),
                 checkpoints=options.mode is PagingMode.CHECKPOINT,
                 swaps=options.is_paging,
                 loads_in_background=is_load_async,
