@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from math import inf, nan
 from typing import TYPE_CHECKING, Final
 
 import pytest
 
 from aqua_protocol import MIB
+from aqua_protocol.wire import MAX_SECONDS
 from aqualib.memory.copy_pace import MAX_DEBT_S, CopyPace
 from aqualib.producer.copy_limit import (
     FIRST_RATE,
     HARM_SHARE,
+    MAX_LASTING_S,
     MAX_QUIET_S,
     MAX_RATE,
     MIN_RATE,
@@ -223,6 +226,33 @@ def test_steps_of_one_kind_are_compared_with_each_other_alone() -> None:
         kind, seconds = quiet_kind if number % 3 else paced_kind
         limit.stepped(seconds, 0.0, kind)
     assert limit.bytes_per_s > FIRST_RATE
+
+
+def test_work_of_another_kind_says_that_no_copy_has_slowed_the_last() -> None:
+    limit = CopyLimit()
+    after(100, STEP_S, limit)
+    while limit.is_quiet:
+        after(1, STEP_S, limit)
+    before = limit.bytes_per_s
+    while limit.bytes_per_s >= before:
+        after(1, 1.5 * STEP_S, limit)
+    after(MIN_STEPS, 2 * PAUSE_FACTOR * STEP_S, limit)  # Its steps are other ones now,
+    for _ in range(2 * MIN_STEPS):
+        limit.stepped(STEP_S, 0.0, "another kind")  # and then there are none of it.
+    assert limit.bytes_per_s >= before
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, inf, nan])
+def test_a_step_whose_duration_is_none_says_nothing(seconds: float) -> None:
+    limit = CopyLimit()
+    for _ in range(4 * MIN_STEPS):
+        assert limit.stepped(seconds, 0.0) is None
+    assert after(12, STEP_S, limit)[-1].bytes_per_s == FIRST_RATE
+
+
+def test_a_step_of_hours_is_no_reason_to_hold_consumers_back_for_days() -> None:
+    told = CopyLimit().stepped(MAX_SECONDS, MAX_SECONDS)
+    assert told == CopyRate(0.0, MAX_LASTING_S)
 
 
 # --- The consumer's side ----------------------------------------------------------------------

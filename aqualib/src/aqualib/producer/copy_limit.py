@@ -83,6 +83,11 @@ has nothing to protect. Doubled, an idle lender's link lies idle for longer."""
 MIN_LASTING_S: Final = 1.0
 """Seconds for which a rate is told at least. Doubled, consumers are told half as often."""
 
+MAX_LASTING_S: Final = 600.0
+"""Seconds for which a rate is told at most, by judgement: eight steps of more than a minute, longer
+than those of any engine; the first of a loop may be hours of idleness. Doubled, consumers of a
+lender that then falls idle wait for twice as long."""
+
 
 @dataclass(frozen=True, slots=True)
 class CopyRate:
@@ -152,10 +157,13 @@ class CopyLimit:
         """A step ended; returns what to tell consumers, if they are to hear anything.
 
         Args:
-            seconds: How long it took.
+            seconds: How long it took. Nothing, less, or what is no number says nothing, and is left
+                out.
             now_s: Any monotonic clock.
             kind: Steps of one kind take about as long: a class of token counts.
         """
+        if not 0 < seconds < inf:
+            return None
         if not self.is_quiet or now_s > self._told_until_s:
             self._quiet_since_s = now_s
         if seconds > PAUSE_FACTOR * self._usual(kind, seconds):
@@ -169,6 +177,7 @@ class CopyLimit:
             self._end_quiet()
         rate = 0.0 if self.is_quiet else self.bytes_per_s
         lasts_s = max(MIN_LASTING_S, LASTING_STEPS * self._usual(kind, seconds))
+        lasts_s = min(lasts_s, MAX_LASTING_S)
         if rate == self._told and now_s + lasts_s / 2 < self._told_until_s:
             return None
         self._told, self._told_until_s = rate, now_s + lasts_s
@@ -204,8 +213,9 @@ class CopyLimit:
         if self._suspect is not None:
             before, increase, window = self._suspect
             self._suspect = None
-            if median(window.relative_to(self._base)) - 1 <= self.harm_share:
-                # The engine's steps are longer now without copies, too.
+            found = window.relative_to(self._base)
+            if not found or median(found) - 1 <= self.harm_share:
+                # The engine's steps are longer now without copies, too, or of other kinds.
                 self.bytes_per_s, self._increase, self._falls = before, increase, 0
         self._begin(is_quiet=False)
 
