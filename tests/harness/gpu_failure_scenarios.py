@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
+import itertools
 import re
 import signal
 import sys
@@ -27,10 +29,13 @@ from aqua_protocol.ids import LeaseId
 from aqualib import blocks, doctor, gpu_modes, probe, topology
 from aqualib.engines.vllm.lending.cuda_memory import CudaKvMemory
 from aqualib.memory.frame_store import FrameStore
+from aqualib.memory.migrator import SlabCopier
 from aqualib.producer.escalation import Escalation, KillRefusedError, kill_process
+from aqualib.ranges import Range
 from aqualib.settings import Settings
 from aqualib.topology import Gpu, Topology
-from aqualib.transports import gpu_thresholds
+from aqualib.transports import cuda_buffers, gpu_thresholds
+from aqualib.transports.cuda_copier import CudaCopier
 from aqualib.transports.gpu_thresholds import CopyThresholds
 from aqualib.transports.host_pages import HUGE_PAGE_BYTES
 from harness.bounds import until
@@ -103,6 +108,66 @@ def a_cache_is_taken_back_by_halves(seed: int) -> None:
         tensor.fill_(3)
         assert (tensor.cpu() == 3).all()
         memory.close()
+
+
+def a_cache_is_made_by_halves(seed: int) -> None:
+    """Its granule of zeros cannot be made; the next try is a cache of its own addresses."""
+    with stand_in(seed=seed) as standing:
+        memory = CudaKvMemory(GPU)
+        before = standing.counts()
+        standing.machine.refusing["cuMemCreate"] = 1
+        with contextlib.suppress(TransportError):
+            memory.allocate(2 * SLAB)
+        assert standing.counts() == before, "addresses stay behind that no cache has"
+        tensor = memory.allocate(2 * SLAB)
+        tensor.fill_(3)
+        memory.release(np.array([True, False]))
+        assert (tensor[SLAB:].cpu() == 3).all()
+        memory.close()
+
+
+def buffers_are_made_by_halves(seed: int) -> None:
+    """Any one call fails when a GPU's buffers are made: nothing stays, and the next try works."""
+    makers = ("cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemHostRegister_v2", "cuEventCreate")
+    with stand_in(seed=seed) as standing:
+        staging = standing.driver.device(0).staging
+        standing.machine.calls.clear()
+        staging.prepare(GPU)
+        calls = standing.machine.calls
+    for name in makers:
+        for number in range(1, calls[name] // cuda_buffers.BUFFERS + 1):  # Of the first of them.
+            with stand_in(seed=seed) as standing:
+                staging = standing.driver.device(0).staging
+                before, machine = standing.counts(), standing.machine
+                machine.refusing[name] = number
+                said = ""
+                try:
+                    staging.prepare(GPU)
+                except TransportError as error:
+                    said = error.remedy
+                assert ("ulimit" in said) == (name == "cuMemHostRegister_v2"), said
+                gc.collect()
+                assert standing.counts() == before, f"{name} failed, and not all was given back"
+                staging.prepare(GPU)
+
+
+def a_slab_is_copied_by_halves(seed: int) -> None:
+    """The second piece is refused; the first has ended when the slab is given up for lost."""
+    copy, copied = CudaCopier.copy, itertools.count()
+    with stand_in(seed=seed) as standing:
+        transport = standing.transport()
+        slab, host = transport.create(SLAB), transport.create_host(SLAB)
+
+        def copy_once(self: CudaCopier, dst: torch.Tensor, src: torch.Tensor) -> None:
+            if next(copied):
+                raise RuntimeError("CUDA error: out of memory")
+            copy(self, dst, src)
+
+        with mock.patch.object(CudaCopier, "copy", copy_once):
+            pieces = [Range(0, BLOCK_BYTES), Range(SLAB - BLOCK_BYTES, BLOCK_BYTES)]
+            assert SlabCopier(transport).copy(host, slab, pieces)
+        slab.close()
+        host.close()
 
 
 def a_holder_cannot_be_killed(seed: int) -> None:
@@ -348,6 +413,9 @@ FAILURE_SCENARIOS: Final = (
     a_path_cannot_be_measured,
     a_cache_is_given_up_by_halves,
     a_cache_is_taken_back_by_halves,
+    a_cache_is_made_by_halves,
+    buffers_are_made_by_halves,
+    a_slab_is_copied_by_halves,
     a_holder_cannot_be_killed,
     a_thread_ends_with_a_copy_under_way,
     a_view_outlives_its_block,

@@ -26,7 +26,7 @@ from aqualib.leasing.client import LeaseClient
 from aqualib.memory import migration_policy, migrator
 from aqualib.memory.frame_store import FrameStore
 from aqualib.memory.frame_table import FrameTable
-from aqualib.memory.transfers import CopyStream
+from aqualib.memory.transfers import CopyStream, RenewableCopier
 from aqualib.producer import producer
 from aqualib.topology import Topology
 from aqualib.transports import cuda_copier, cuda_driver
@@ -359,6 +359,28 @@ MENDS: Final = (
             ),
         ),
         defect=5,
+    ),
+    Mend(
+        "a cache that could not be made keeps its addresses",
+        failures.a_cache_is_made_by_halves,
+        (
+            changed(
+                CudaKvMemory,
+                "allocate",
+                "self._gpu.free_reserved(region.start, whole)",
+                "self._regions.append(region)",
+            ),
+        ),
+    ),
+    Mend(
+        "a staging buffer whose ring cannot be pinned stays mapped",
+        failures.buffers_are_made_by_halves,
+        (changed(StagingBuffer, "__init__", "gpu.unmap(address, nbytes)", "pass"),),
+    ),
+    Mend(
+        "a copier that failed goes with copies under way",
+        failures.a_slab_is_copied_by_halves,
+        (changed(RenewableCopier, "attempt", "failed.fence()", "pass"),),
     ),
     Mend(
         "a holder that the kernel does not let us kill ends the server's thread",

@@ -76,10 +76,8 @@ def call(
                     return INVALID_CONTEXT
                 if is_unsafe and not machine.may_call(name):
                     return CAPTURE_UNSUPPORTED
-                if machine.refusing[name]:
-                    machine.refusing[name] -= 1
-                    if not machine.refusing[name]:
-                        return OUT_OF_MEMORY
+                if machine.is_refused(name):
+                    return OUT_OF_MEMORY
                 return function(self, *arguments)
 
         return wrapped
@@ -440,6 +438,8 @@ class StandInLibrary:
         with machine.lock:
             machine.calls["cuMemcpyBatchAsync"] += 1
             failed[0] = (1 << 64) - 1
+            if machine.is_refused("cuMemcpyBatchAsync"):
+                return OUT_OF_MEMORY
             if not stream or not count or attribute_count != 1 or first[0]:
                 return INVALID_VALUE
             if attributes[0].src_access_order != 1:

@@ -161,6 +161,13 @@ class Machine:
         self.report(Kind.CAPTURE, f"{name} during a capture", *self.captures.values())
         return False
 
+    def is_refused(self, name: str) -> bool:
+        """Whether this is the call that was to fail."""
+        if not self.refusing[name]:
+            return False
+        self.refusing[name] -= 1
+        return not self.refusing[name]
+
     # --- Work -----------------------------------------------------------------------------
 
     def new_stream(self, device: int, *, is_blocking: bool, priority: int = 0) -> Stream:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 class RenewableCopier:
     """One thread's copier: made when first needed, and anew after one has failed.
 
-    A failed copier goes with the tensors that it keeps until a fence, which will not come any more.
+    What a failed copier has submitted nevertheless is waited for, since either side may be unmapped
+    next; then it goes, with the tensors that it keeps.
     Failures are told as text: an exception keeps the calls that it came through alive, and with
     them tensors that would be in the way of unmapping.
 
@@ -66,7 +68,10 @@ class RenewableCopier:
         try:
             work(self.copier)
         except (TransportError, RuntimeError) as error:  # The latter is how torch reports a device.
-            self._copier = None
+            failed, self._copier = self._copier, None
+            with suppress(TransportError, RuntimeError):  # A lost device runs nothing any more.
+                if failed is not None:
+                    failed.fence()
             return str(error)
         return ""
 

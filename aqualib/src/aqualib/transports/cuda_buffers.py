@@ -60,10 +60,11 @@ class PinnedBuffer:
 
     def __init__(self, gpu: CudaDevice, row_count: int, slot_count: int) -> None:
         nbytes = -(-row_count * slot_count * 8 // PAGE_BYTES) * PAGE_BYTES
+        self._read = [CudaEvent(gpu) for _ in range(slot_count)]
+        # Last: unlike events, nothing unpins it where what follows fails.
         self._slab = host_slab(nbytes, pin=gpu.pin, node=gpu.host_node)
         self._rows = self._slab.tensor.view(torch.int64)
         self._row_count = row_count
-        self._read = [CudaEvent(gpu) for _ in range(slot_count)]
         self._next = 0
 
     @contextlib.contextmanager
@@ -92,16 +93,20 @@ class StagingBuffer:
         index_bytes = INDEX_ROWS * 8
         unit = gpu.granularity
         nbytes = -(-(STAGING_BYTES + index_bytes) // unit) * unit
+        self.last_use: Final = CudaEvent(gpu)
         memory = gpu.allocate(nbytes)
         try:
             address = gpu.map(memory, nbytes)
         finally:
             gpu.release(memory)  # The mapping keeps it, for the life of the process.
+        try:
+            self._ring = PinnedBuffer(gpu, INDEX_ROWS, INDEX_SLOTS)
+        except TransportError:
+            gpu.unmap(address, nbytes)
+            raise
         self.rows: Final = tensor_at(address, STAGING_BYTES, device, torch.uint8)
         index = tensor_at(address + STAGING_BYTES, index_bytes, device, torch.uint8)
         self._index = index.view(torch.int64)
-        self._ring = PinnedBuffer(gpu, INDEX_ROWS, INDEX_SLOTS)
-        self.last_use: Final = CudaEvent(gpu)
         self.lock: Final = threading.Lock()
 
     def put_index(
@@ -145,7 +150,8 @@ class StagingPool:
                 raise TransportError(
                     f"no room for a {STAGING_BYTES >> 20} MiB staging buffer on {device}: "
                     f"{error.message}",
-                    remedy="Leave the library some memory: lower the engine's memory fraction.",
+                    remedy=error.remedy
+                    or "Leave the library some memory: lower the engine's memory fraction.",
                 ) from error
 
     @contextlib.contextmanager

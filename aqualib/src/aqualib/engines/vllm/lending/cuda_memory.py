@@ -72,9 +72,13 @@ class CudaKvMemory:
         whole = -(-nbytes // self.granule_bytes) * self.granule_bytes
         torch.cuda.empty_cache()  # What torch holds in reserve, the driver does not have.
         region = Range(self._gpu.reserve(whole), whole)
-        self._regions.append(region)
         if self._zeros is None:
-            self._zeros = self._new_zeros(region.start)
+            try:
+                self._zeros = self._new_zeros(region.start)
+            except CudaError:
+                self._gpu.free_reserved(region.start, whole)
+                raise
+        self._regions.append(region)
         before = len(self.absent)
         new = (0, whole // self.granule_bytes)
         self.absent = np.pad(self.absent, new, constant_values=True)
