@@ -226,6 +226,7 @@ def a_drain_does_not_wait_for_the_engine(seed: int) -> None:
         until(lambda: tensor.location.value == "peer", "promoted")
         default = standing.torch.default_stream(GPU).found
         busy = torch.zeros(64, dtype=torch.uint8, device=GPU)
+        busy.add_(0)  # Loads its kernel.
         with standing.machine.held(default):
             busy.add_(1)
             producer.reclaim(2 * SLAB)
@@ -242,6 +243,7 @@ def rows_are_submitted_without_waiting(seed: int) -> None:
         table = torch.zeros((64, 512), dtype=torch.uint8, device=GPU)
         packed = torch.empty((32, 512), dtype=torch.uint8, device=GPU)
         index = torch.arange(0, 64, 2)
+        table.add_(0)  # Loads its kernel.
         copier.gather(packed, table, index)
         copier.fence()
         engine = standing.stream()

@@ -233,6 +233,7 @@ class Walk:
         default: Any = torch.cuda.default_stream(GPU)
         with torch.cuda.stream(default):  # Freed to that stream, too, while it is still in use.
             busy = torch.zeros(64, dtype=torch.uint8, device=GPU)
+            busy.add_(0)  # Loads its kernel.
         torch.cuda.synchronize()
         with torch.cuda.stream(default), self.machine.held(default.found):
             busy.add_(1)

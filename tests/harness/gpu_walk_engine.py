@@ -283,6 +283,9 @@ class EngineWalk:
         copier = self.gpu.transport().copier()
         table = torch.zeros((64, ROW_BYTES), dtype=torch.uint8, device=GPU)
         packed = torch.empty((32, ROW_BYTES), dtype=torch.uint8, device=GPU)
+        table.add_(0)  # Loads its kernel, as the first gather does.
+        copier.gather(packed, table, torch.arange(0, 64, 2))
+        copier.fence()
         torch.cuda.synchronize()
         engine = self.gpu.stream()
         with torch.cuda.stream(engine), self.machine.held(engine.found):

@@ -263,6 +263,12 @@ class Machine:
         finally:
             stream.is_held = False
 
+    def require_free(self, what: str) -> None:
+        """What waits for a whole GPU, as some calls may, must not meet a stream that is held."""
+        for stream in (*self.streams.values(), *self._legacy.values()):
+            if stream.is_held:
+                self.report(Kind.WAIT, f"{what} while {stream} is held")
+
     def _beside(self, stream: Stream) -> list[Stream]:
         """Streams that this one waits for by itself."""
         if stream.handle == LEGACY:

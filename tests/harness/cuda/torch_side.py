@@ -62,6 +62,7 @@ class TorchSide:
         self.thread = _Thread()
         self.allocator = CachingAllocator(self)
         self._indexes: dict[int, torch.Tensor] = {}
+        self._loaded: set[tuple[Any, ...]] = set()
 
     # --- torch.cuda -----------------------------------------------------------------------
 
@@ -311,6 +312,7 @@ class TorchSide:
             return rows_of(x, index) if x is table and index is not None else ranges_of(x)
 
         with self.machine.lock:
+            self._load(func, tensors)
             self._note_index(func, flat, written)
             self.use(stream.device)
             self.machine.queue(
@@ -320,6 +322,16 @@ class TorchSide:
                 reads=[r for x in read for r in touched(x)],
                 writes=[r for x in written for r in touched(x)],
             )
+
+    def _load(self, func: Any, tensors: list[torch.Tensor]) -> None:
+        """A kernel is loaded when it is first launched, which may wait for all that is queued.
+
+        Source: CUDA Programming Guide, "Lazy Loading", on concurrent execution.
+        """
+        kernel = (func, *(x.dtype for x in tensors))
+        if func is not torch.ops.aten.copy_.default and kernel not in self._loaded:
+            self._loaded.add(kernel)
+            self.machine.require_free(f"{func} is loaded")
 
     def _note_index(self, func: Any, flat: list[Any], written: list[torch.Tensor]) -> None:
         """Remember what an index on a GPU will hold, where it is copied from the host."""

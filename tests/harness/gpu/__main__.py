@@ -6,12 +6,13 @@
     python -m harness.gpu --list           the steps, and what has become of each
     python -m harness.gpu --report         write the page from the records and run nothing
 
-Records are in `out/gpu` (`out/gpu-stand-in`), one process a step. On a GPU each run writes
+Records are in `out/gpu` (`out/gpu-stand-in`), one process a step, one run at a time; those of other
+hardware stay, and a file that cannot be read is kept under another name. On a GPU each run writes
 `docs/measurements/gpu.md` with its plots, and the thresholds that the transports read. On the
 stand-in both go beside the records, and say what they are.
 
-Exit status: 0 if every step has passed or cannot run here, 1 if one failed or there was no time for
-one, 2 for wrong usage, 3 if a GPU or a package is missing.
+Exit status: 0 if every step has passed or cannot run here, 1 if one failed, there was no time for
+one, or records cannot be read or written, 2 for wrong usage, 3 if a GPU or a package is missing.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from harness.cuda.results import NAME
 from harness.gpu import needs
 from harness.gpu.outcome import Outcome, State
 from harness.gpu.plan import BUDGET_MINUTES, STEPS, Budget, Step, fingerprint, still_to_run, unknown
 from harness.gpu.provenance import Origin, commit_of, now
+
+if TYPE_CHECKING:
+    from harness.gpu.records import Record
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 OK, FAILED, MISSING = 0, 1, 3
@@ -48,7 +52,13 @@ def main() -> int:
         _say(f"make gpu needs a GPU, and there is none to use: {reason}.")
         _say("To see the same steps run on the stand-in for a driver: make gpu STAND_IN=1")
         return MISSING
-    return _Run(options).run()
+    from aqua_protocol import AquaError
+
+    try:
+        return _Run(options).run()
+    except (AquaError, OSError) as error:
+        _say(f"make gpu cannot go on: {error}")
+        return FAILED
 
 
 def _options() -> argparse.Namespace:
@@ -66,7 +76,7 @@ def _options() -> argparse.Namespace:
     if wrong := unknown(options.only):
         names = ", ".join(step.name for step in STEPS)
         parser.error(f"no step is called {', '.join(wrong)}; there are {names}")
-    if options.minutes <= 0:
+    if not options.minutes > 0:
         parser.error("--minutes must be more than 0")
     if options.records is None:
         options.records = ROOT / "out" / ("gpu-stand-in" if options.stand_in else "gpu")
@@ -77,24 +87,34 @@ class _Run:
     """One run, from the records of those before it."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        from harness.gpu.records import read_records
-
         self.options = options
-        self.kept_for: str | None = None  # Why the file of the records is not to be replaced.
-        try:
-            self.records = read_records(options.records)
-        except (ValueError, KeyError, TypeError) as error:
-            self.records, self.kept_for = {}, f"cannot be read ({error!r})"
+        found = self._read()
         self.origin = None if options.report else _origin(stands_in=options.stand_in)
-        hardware = self.origin.hardware if self.origin else ""
+        last = max((record.origin for record in found), key=lambda o: o.measured_at, default=None)
+        here = self.origin or last
+        hardware = here.hardware if here is not None else ""
         self.fingerprints = {step.name: fingerprint(step, ROOT, hardware) for step in STEPS}
-        if self.origin is not None:  # What was taken on another machine is not this one's.
-            kept = {n: r for n, r in self.records.items() if r.origin.hardware == hardware}
-            if len(kept) < len(self.records):
-                self.kept_for = "has records of other hardware"
-            self.records = kept
+        # What was taken on another machine is not this one's, and is kept for it.
+        self.records = {r.step: r for r in found if r.origin.hardware == hardware}
+        self.others = [record for record in found if record.origin.hardware != hardware]
+
+    def _read(self) -> list[Record]:
+        from aqua_protocol import ConfigError
+        from harness.gpu.records import read_records, set_aside
+
+        try:
+            return read_records(self.options.records)
+        except ConfigError as error:
+            if self.options.report or self.options.list:
+                raise
+            # On a borrowed GPU, minutes count more than what was there before.
+            aside = set_aside(self.options.records)
+            _say(f"{error.message}. It is kept as {_near(aside)}, and every step is run.")
+            return []
 
     def run(self) -> int:
+        from harness.gpu.records import alone
+
         left = still_to_run(STEPS, self.records, self.fingerprints)
         if self.options.only:
             left = [step for step in STEPS if step.name in self.options.only]
@@ -106,25 +126,23 @@ class _Run:
                     word = f"{record.outcome.state}, to run again"
                 sys.stdout.write(f"{step.name:14} {word:24} {step.what}\n")
             return OK
-        if self.options.report and self.kept_for:
-            _say(f"the file of the records {self.kept_for}, so there is nothing to report")
-            return FAILED
-        late = [] if self.options.report else self._run_steps(left)
+        late: list[str] = []
+        if not self.options.report:
+            with alone(self.options.records):
+                late = self._run_steps(left)
         self._write()
         failed = [n for n, r in self.records.items() if r.outcome.state is State.FAILED]
         if failed:
             _say(f"failed: {', '.join(failed)}")
         if late:
             _say(f"no time was left for {', '.join(late)}: run it again")
-        return FAILED if failed or late else OK
+        is_empty = self.options.report and not self.records
+        return FAILED if failed or late or is_empty else OK
 
     def _run_steps(self, steps: list[Step]) -> list[str]:
         """Run them within the budget; the names of those for which there was no time."""
-        from harness.gpu.records import Record, set_aside, write_records
+        from harness.gpu.records import Record, write_records
 
-        if steps and self.kept_for:
-            kept = set_aside(self.options.records)
-            _say(f"the file of the records {self.kept_for}: it stays as {_near(kept)}")
         begin, late = time.monotonic(), []
         budget = Budget(self.options.minutes * 60)
         if not steps:
@@ -141,7 +159,7 @@ class _Run:
             assert self.origin is not None, "a run that measures knows where"
             mark = self.fingerprints[step.name]
             self.records[step.name] = Record(step.name, mark, seconds, self.origin, outcome)
-            write_records(self.options.records, self.records)
+            write_records(self.options.records, [*self.others, *self.records.values()])
             for check in outcome.checks:
                 if not check.is_met:
                     _say(f"    not so: {check.what}: {check.found}")
@@ -176,6 +194,7 @@ class _Run:
         from harness.gpu.pages import write_page, write_thresholds
 
         if not self.records:
+            _say(f"nothing to write: no records in {_near(self.options.records)}")
             return
         for path in (
             write_page(ROOT, self.options.records, self.records),
@@ -216,6 +235,8 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    # Ended from outside, by a time limit say: the step under way ends as well.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(FAILED))
+    # Ended from outside, by a time limit or a lost connection: the step under way ends as well.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` has it so.
+            signal.signal(number, lambda *_: sys.exit(FAILED))
     sys.exit(main())

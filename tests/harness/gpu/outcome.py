@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -86,6 +87,15 @@ class Outcome:
         self.checks.append(Check(what, bool(is_met), str(found)))
         if not is_met:
             self.state = State.FAILED
+
+    def require_numbers(self) -> None:
+        """Leave out what no record can hold, infinities and the like; the step fails by them."""
+        for name in [n for n, value in self.figures.items() if not math.isfinite(value)]:
+            self.check(f"{name} is a number", False, self.figures.pop(name))
+        for curve in list(self.curves):
+            if not all(map(math.isfinite, (*curve.x, *curve.y, *curve.low, *curve.high))):
+                self.check(f"{curve.plot}, {curve.label}: numbers", False, curve.y)
+                self.curves.remove(curve)
 
     def as_json(self) -> dict[str, Any]:
         """As records keep it."""

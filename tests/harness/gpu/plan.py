@@ -68,7 +68,7 @@ STEPS: Final = (
     Step("deaths", "SIGKILL of lender and borrower while they copy", "deaths:deaths", 40,
          ("tests/harness/gpu/deaths.py",), limit_s=240),
     Step("races", "random walks with kernels beside them, every byte compared", "races:races", 75,
-         ("tests/harness/gpu/races.py", "tests/harness/gpu_walk.py", MEMORY), limit_s=240),
+         ("tests/harness/gpu/races.py", "tests/harness/gpu_walk*.py", MEMORY), limit_s=240),
     Step("plain", "slabs of another process against plain copies", "copies:plain", 25,
          ("tests/harness/gpu/copies.py",), limit_s=180),
     Step("rows", "rows by size and run, both routes: thresholds come from these", "copies:rows", 45,
@@ -94,7 +94,7 @@ STEPS: Final = (
     Step("pinning", "host memory made ready", "loads:pinning", 15,
          ("tests/harness/gpu/loads.py",), limit_s=120),
     Step("sanitizer", "a walk under compute-sanitizer", "races:sanitizer", 90,
-         ("tests/harness/gpu/races.py", "tests/harness/gpu_walk.py", MEMORY), limit_s=240),
+         ("tests/harness/gpu/races.py", "tests/harness/gpu_walk*.py", MEMORY), limit_s=240),
     Step("second-gpu", "two GPUs: contexts, slabs between them", "order:second_gpu", 15,
          ("tests/harness/gpu/order.py",), limit_s=120),
 )  # fmt: skip

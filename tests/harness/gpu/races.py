@@ -14,11 +14,13 @@ import sys
 import threading
 import time
 from collections import Counter
+from ctypes import byref, c_int
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from aqua_protocol import AquaError
+from aqualib.transports.cuda_abi import CAPTURE_MODE_RELAXED
 from harness.gpu.outcome import NotRunError, Outcome
 from harness.gpu_walk import walk_on
 
@@ -45,7 +47,8 @@ def races(gpu: GpuAtHand) -> Outcome:
     done: Counter[str] = Counter()
     seeds, found = 0, ""
     give_up_s = time.monotonic() + (0 if gpu.is_stand_in else WALK_S)
-    with busy_kernels(gpu):
+    # On the stand-in, whose work runs in Python, kernels would only take time.
+    with contextlib.nullcontext() if gpu.is_stand_in else busy_kernels(gpu):
         while not found and (not seeds or time.monotonic() < give_up_s):
             try:
                 done += walk_on(gpu, seeds, 40 if gpu.is_stand_in else WALK_OPERATIONS)
@@ -64,11 +67,13 @@ def races(gpu: GpuAtHand) -> Outcome:
 
 @contextlib.contextmanager
 def busy_kernels(gpu: GpuAtHand) -> Iterator[None]:
-    """A thread that keeps the device's processors and memory busy."""
+    """A thread that keeps the device's processors and memory busy, and minds no capture beside."""
     enough = threading.Event()
 
     def work() -> None:
-        stream = gpu.stream()
+        stream, driver = gpu.stream(), gpu.driver.driver
+        # A walk captures graphs, and waiting for a stream meanwhile would end them.
+        driver.call("cuThreadExchangeStreamCaptureMode", byref(c_int(CAPTURE_MODE_RELAXED)))
         with torch.cuda.stream(stream):
             big = torch.zeros(gpu.sized(1 << 28) // 4, device=gpu.device)
             while not enough.is_set():
@@ -76,9 +81,6 @@ def busy_kernels(gpu: GpuAtHand) -> Iterator[None]:
                     big.add_(1)
                 stream.synchronize()
 
-    if gpu.is_stand_in:  # Its work runs in Python: kernels would only take time.
-        yield
-        return
     thread = threading.Thread(target=work)
     thread.start()
     try:

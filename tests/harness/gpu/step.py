@@ -43,6 +43,9 @@ LEFT_OUT_ON_STAND_IN: Final = " and ".join(
 
 LINES_KEPT: Final = 12
 
+PIPE_BYTES: Final = 65_536
+"""What is read at once: all that a pipe of Linux holds."""
+
 
 def main() -> int:
     """Run one step; 0 if it has an outcome, whichever."""
@@ -78,12 +81,17 @@ def by_function(step: Step, *, stands_in: bool) -> Outcome:
         outcome.state = State.FAILED
         outcome.why = f"{type(error).__name__}: {error}"
         outcome.notes += traceback.format_exc().splitlines()[-LINES_KEPT:]
+    outcome.require_numbers()
     return outcome
 
 
 def by_pytest(step: Step, *, stands_in: bool) -> Outcome:
-    """Run tests; a warning of some library on some machine is told, and fails none."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default"]
+    """Run tests; a warning of some library on some machine is told, and fails none.
+
+    Each test is named as it begins, and what is said is passed on as it comes: of a step that is
+    ended at its limit, the log says where it was.
+    """
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-W", "default"]
     command += step.runs.split()[1:]
     environment = dict(os.environ)
     if stands_in:
@@ -93,9 +101,15 @@ def by_pytest(step: Step, *, stands_in: bool) -> Outcome:
         command += ["-m", "contract" if is_contract else "gpu"]
     else:
         command += ["-m", "gpu"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    sys.stderr.write(done.stdout[-20_000:] + done.stderr[-5_000:])
-    outcome = read_pytest(done.stdout, done.returncode)
+    said = bytearray()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
+    ) as tests:
+        assert tests.stdout is not None, "its output is a pipe"
+        while part := os.read(tests.stdout.fileno(), PIPE_BYTES):
+            said += part
+            os.write(sys.stderr.fileno(), part)
+    outcome = read_pytest(said.decode(errors="replace"), tests.returncode)
     if stands_in:
         outcome.notes.append(f"On the stand-in: {' '.join(command[command.index('-k') :])}")
     return outcome

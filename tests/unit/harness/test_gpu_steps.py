@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import math
+import os
 import random
+import signal
 import statistics
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +24,7 @@ from harness.gpu.__main__ import main
 from harness.gpu.choice import Compared, choose, choose_lanes, lanes_of, thresholds
 from harness.gpu.copies import LANES, lanes
 from harness.gpu.device import StandInGpu
+from harness.gpu.order import order
 from harness.gpu.outcome import Outcome, State
 from harness.gpu.plan import (
     BUDGET_MINUTES,
@@ -31,9 +36,11 @@ from harness.gpu.plan import (
     unknown,
 )
 from harness.gpu.provenance import COMMIT_VARIABLE, Origin, commit_of
-from harness.gpu.records import Record, read_records, write_records
+from harness.gpu.races import busy_kernels
+from harness.gpu.records import Record, alone, read_records, write_records
 from harness.gpu.sampling import Figure
-from harness.gpu.step import read_pytest
+from harness.gpu.step import by_function, read_pytest
+from harness.producers import until
 
 ROOT = Path(__file__).resolve().parents[3]
 STEP = STEPS[0]
@@ -272,10 +279,48 @@ def test_records_survive_the_disk(tmp_path: Path) -> None:
     outcome.table("t", "x").add(3)
     outcome.check("c", False, "f")
     outcome.curve("p", "l").x.append(1.0)
-    records = {STEP.name: record(outcome)}
+    records = [record(outcome), record(outcome, origin=replace(REAL, gpu="A100"))]
     write_records(tmp_path, records)
     assert read_records(tmp_path) == records
-    assert read_records(tmp_path / "elsewhere") == {}
+    assert read_records(tmp_path / "elsewhere") == []
+
+
+def test_a_figure_that_is_no_number_takes_no_other_with_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    outcome = Outcome(figures={"a": math.nan, "b": 1.0})
+    outcome.curve("plot", "line").y.append(math.inf)
+    module = SimpleNamespace(step=lambda _: outcome)
+    monkeypatch.setitem(sys.modules, "harness.gpu.not_numbers", module)
+    found = by_function(replace(STEP, runs="not_numbers:step"), stands_in=True)
+    write_records(tmp_path, [record(found)])
+    kept = read_records(tmp_path)[0].outcome
+    assert kept.figures == {"b": 1.0}
+    assert [check.what for check in kept.checks] == ["a is a number", "plot, line: numbers"]
+    assert kept.state is State.FAILED
+
+
+def test_a_test_that_a_step_was_ended_in_is_named_in_its_log(tmp_path: Path) -> None:
+    tests, log = tmp_path / "test_end.py", tmp_path / "log"
+    tests.write_text(
+        "import threading, pytest\n"
+        "@pytest.mark.gpu\n"
+        "def test_too_long():\n"
+        "    threading.Event().wait()\n"
+    )
+    step = f"Step('x', '', 'pytest --rootdir {tmp_path} {tests}', 1)"
+    code = f"from harness.gpu.step import Step, by_pytest; by_pytest({step}, stands_in=False)"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    with (
+        log.open("w") as lines,
+        subprocess.Popen(
+            [sys.executable, "-c", code], stderr=lines, env=environment, start_new_session=True
+        ) as running,
+    ):
+        try:
+            until(lambda: "test_too_long" in log.read_text(), "named")
+        finally:
+            os.killpg(running.pid, signal.SIGKILL)
 
 
 def test_the_stand_in_never_reaches_the_docs(tmp_path: Path) -> None:
@@ -354,44 +399,105 @@ def test_a_step_that_is_none_is_wrong_usage(
     assert "interference" in capsys.readouterr().err, "the names are listed"
 
 
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan"])
+def test_a_run_takes_some_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], minutes: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, "--minutes", minutes, "--stand-in")
+    assert "must be more than 0" in capsys.readouterr().err
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Arguments of runs that have nothing to do."""
+    monkeypatch.setattr("harness.gpu.__main__.STEPS", ())
+    return ("--stand-in", "--records", str(tmp_path))
+
+
+@pytest.mark.parametrize("damaged", ["[{", '[{"step": "rows"}]', "\x00"])
+def test_damaged_records_end_no_run_and_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    here: tuple[str, ...],
+    damaged: str,
+) -> None:
+    folder = Path(here[-1])
+    (folder / "records.json").write_text(damaged)
+    for looks in ("--list", "--report"):
+        assert run(monkeypatch, *here, looks) == 1
+        assert "records.json holds no records" in capsys.readouterr().err
+    assert run(monkeypatch, *here) == 0
+    assert "every step is run" in capsys.readouterr().err
+    assert (folder / "records.damaged.json").read_text() == damaged
+
+
+def test_a_second_run_at_once_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: tuple[str, ...]
+) -> None:
+    with alone(Path(here[-1])):
+        assert run(monkeypatch, *here) == 1
+    assert "another run writes to" in capsys.readouterr().err
+    assert run(monkeypatch, *here) == 0
+
+
+def test_a_report_of_nothing_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: tuple[str, ...]
+) -> None:
+    assert run(monkeypatch, *here, "--report") == 1
+    assert "no records in" in capsys.readouterr().err
+
+
+def test_records_that_cannot_be_written_end_a_run_with_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: tuple[str, ...]
+) -> None:
+    (Path(here[-1]) / "lock").mkdir()
+    assert run(monkeypatch, *here) == 1
+    assert "make gpu cannot go on" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_lost_connection_ends_the_step_as_well(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "harness.gpu", "--stand-in", "--only", "pinning"]
+    with subprocess.Popen(
+        [*command, "--records", str(tmp_path)],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "tests")},
+    ) as running:
+        assert running.stderr is not None
+        assert "[1/1] pinning" in running.stderr.readline()
+        running.send_signal(signal.SIGHUP)
+        assert running.wait() == 1
+
+
+def test_what_must_not_wait_loads_no_kernel_while_a_stream_is_busy() -> None:
+    with stand_in(seed=1) as standing:
+        assert order(StandInGpu(standing)).state is State.PASSED
+
+
+def test_kernels_beside_a_walk_end_none_of_its_captures() -> None:
+    with stand_in(seed=1) as standing:
+        gpu, queued = StandInGpu(standing), standing.machine.submissions
+        with busy_kernels(gpu), gpu.capturing():
+            before = queued.total()
+            until(lambda: queued.total() > before + 50, "waited for between")
+
+
 @pytest.mark.slow
 def test_a_step_on_the_stand_in_is_recorded_and_not_repeated(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     here = ("--stand-in", "--records", str(tmp_path))
+    of_another = record(Outcome(figures={"a": 1.5}))
+    write_records(tmp_path, [of_another])
     assert run(monkeypatch, *here, "--only", "pinning") == 0
     assert "passed in" in capsys.readouterr().err
     assert run(monkeypatch, *here, "--list") == 0
     lines = {line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines()}
     assert lines["pinning"] == "passed"
     assert lines["rows"] == "to"
-    raw = json.loads((tmp_path / "records.json").read_text())
-    assert raw[0]["origin"]["is_stand_in"] is True
-
-
-def test_records_that_cannot_be_read_are_kept_and_do_not_end_a_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    (tmp_path / "records.json").write_text('[{"step": "rows", ')
-    here = ("--stand-in", "--records", str(tmp_path))
-    assert run(monkeypatch, *here, "--report") == 1
-    assert "cannot be read" in capsys.readouterr().err
-    assert run(monkeypatch, *here, "--only", "machine") == 0
-    assert (tmp_path / "records-1.json").read_text() == '[{"step": "rows", '
-    assert [raw["step"] for raw in json.loads((tmp_path / "records.json").read_text())] == [
-        "machine"
-    ]
-
-
-def test_records_of_other_hardware_are_kept(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    other = record(Outcome())
-    write_records(tmp_path, {STEP.name: other})
-    taken = (tmp_path / "records.json").read_text()
-    here = ("--stand-in", "--records", str(tmp_path))
-    assert run(monkeypatch, *here, "--list") == 0
-    assert (tmp_path / "records.json").read_text() == taken, "listing changes nothing"
-    assert run(monkeypatch, *here, "--only", "machine") == 0
-    assert (tmp_path / "records-1.json").read_text() == taken
-    assert "of other hardware" in capsys.readouterr().err
+    first, second = read_records(tmp_path)
+    assert first == of_another, "what was measured on other hardware is not had again"
+    assert second.origin.is_stand_in
