@@ -185,13 +185,42 @@ MENDS: Final = (
     ),
     Mend(
         "a lane begins before what it copies is there",
-        lane_scenarios.a_copy_goes_by_two_lanes,
+        lane_scenarios.a_copy_goes_by_several_lanes,
         (changed(CudaCopier, "_submit", "lane.follow(self._stream.handle)", "pass"),),
     ),
     Mend(
         "nothing waits for the lanes",
-        lane_scenarios.a_copy_goes_by_two_lanes,
+        lane_scenarios.a_copy_goes_by_several_lanes,
         (changed(CudaCopier, "_submit", "self._stream.follow(lane.handle)", "pass"),),
+    ),
+    Mend(
+        "a third lane begins before what it copies is there",
+        lane_scenarios.a_copy_goes_by_several_lanes,
+        (
+            changed(
+                CudaCopier,
+                "_submit",
+                "in lanes[1:]:\n        lane.follow",
+                "in lanes[1:2]:\n        lane.follow",
+            ),
+        ),
+    ),
+    Mend(
+        "nothing waits for a third lane",
+        lane_scenarios.a_copy_goes_by_several_lanes,
+        (
+            changed(
+                CudaCopier,
+                "_submit",
+                "in lanes[1:]:\n            self._stream.follow",
+                "in lanes[1:2]:\n            self._stream.follow",
+            ),
+        ),
+    ),
+    Mend(
+        "a fence within a batch leaves what it has gathered for later",
+        lane_scenarios.rows_go_by_two_lanes,
+        (changed(CudaCopier, "fence", "self._submit_batch()", "pass"),),
     ),
     Mend(
         "shares of a batch are whole copies",
@@ -355,6 +384,19 @@ MENDS: Final = (
                 CudaKvMemory,
                 "restore",
                 "undo.callback(self._gpu.unmap_at, run.start, run.size)",
+                "pass",
+            ),
+        ),
+        defect=5,
+    ),
+    Mend(
+        "granules that get no rights stay mapped",
+        failures.a_cache_is_taken_back_by_halves,
+        (
+            changed(
+                CudaDevice,
+                "map_run",
+                'undo.callback(self.driver.call, "cuMemUnmap", at, nbytes)',
                 "pass",
             ),
         ),

@@ -16,6 +16,7 @@ import pytest
 from aqua_protocol import MIB, TransportError, TransportUnavailableError
 from aqualib.transports import cuda_abi
 from aqualib.transports.cuda_driver import CudaDriver, CudaError, load_library
+from harness.cuda.machine import GLOBAL
 from harness.cuda.stand_in import StandIn, stand_in
 from harness.cuda.violations import Kind
 
@@ -211,7 +212,7 @@ def test_a_mapping_that_cannot_be_made_leaves_nothing_behind(
     assert standing.counts() == before
 
 
-def test_any_thread_may_call_and_no_thread_keeps_a_context(
+def test_any_thread_may_call_and_keeps_its_context_and_its_mind_of_captures(
     driver: CudaDriver, standing: StandIn
 ) -> None:
     gpu = driver.device(0)
@@ -227,12 +228,12 @@ def test_any_thread_may_call_and_no_thread_keeps_a_context(
         with pytest.raises(CudaError):
             gpu.release(memory)
         assert standing.machine.take_violations() == [Kind.REFCOUNT]
-        seen.append(standing.counts()["contexts"])
+        seen.append((standing.counts()["contexts"], standing.machine.thread.capture_mode))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert seen == [bytes(4), 0]
+    assert seen == [bytes(4), (0, GLOBAL)]
 
 
 def test_memory_that_cannot_be_pinned_names_the_limit(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
 from aqua_protocol import MIB, TransportError, TransportKind, TransportUnavailableError
 from aqualib.transports import Handle, Transport, cuda_ipc
 from aqualib.transports.cuda_vmm import PAYLOAD
+from harness.cuda.ipc import CupyOver
 from harness.cuda.stand_in import StandIn, stand_in
+from harness.transport_peer import Peer, open_descriptors
 
 GRANULE = 2 * MIB
 
@@ -129,6 +132,24 @@ def test_errors_of_cuda_ipc_explain_their_usual_cause(standing: StandIn) -> None
     assert failure.value.details["result_code"] == 201
     assert handle.fd is None
     slab.close()
+
+
+def test_an_importer_says_that_it_has_let_go_when_it_has(standing: StandIn) -> None:
+    transport = standing.transport(TransportKind.CUDA_IPC)
+    close, pipes = CupyOver.ipcCloseMemHandle, list[int]()
+
+    def noted(self: CupyOver, at: int) -> None:
+        pipes.append(open_descriptors()["pipe"])
+        close(self, at)
+
+    with Peer(TransportKind.CUDA_IPC, stands_in=True) as lender:
+        lender.call("create", name="lent", nbytes=GRANULE)
+        slab = transport.open(lender.export("lent"), GRANULE)
+        before = open_descriptors()["pipe"]
+        with mock.patch.object(CupyOver, "ipcCloseMemHandle", noted):
+            slab.close()
+        assert pipes == [before], "the lender may free it now, and it is mapped"
+        assert open_descriptors()["pipe"] == before - 1
 
 
 def test_payloads_fit_the_wire(transport: Transport) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -95,9 +96,46 @@ def test_a_transfer_that_was_dropped_ends_with_the_next_one_of_its_thread() -> N
         gc.collect()
         assert late.pins() == 1
         dst = torch.zeros_like(src)
-        store.page_in(slots, dst).wait()
+        incoming = store.page_in(slots, dst)
+        assert late.pins() == 1, "of the second alone"
+        incoming.wait()
         assert torch.equal(dst, src)
         assert late.pins() == 0
+
+
+def test_slots_of_a_page_out_that_was_refused_half_way_are_free_of_its_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with late_copies() as late:
+        store, src = late.blocks(8), rows(8)
+        slots, transfer = store.page_out(src)
+        transfer.wait()
+        store.free(slots)
+        (copier,) = late.copiers
+        copy, copied = copier.copy, itertools.count()
+
+        def copy_once(dst: torch.Tensor, src: torch.Tensor) -> None:
+            if next(copied):
+                raise RuntimeError("CUDA error: out of memory")
+            copy(dst, src)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(copier, "copy", copy_once)
+            with pytest.raises(TransportError, match="out of memory"):
+                store.page_out(src)
+        assert (late.pins(), store.free_count) == (0, 8)
+
+        def page_out() -> torch.Tensor:
+            slots, transfer = store.page_out(src + 1)
+            transfer.wait()
+            return slots
+
+        with ThreadPoolExecutor(1) as other:
+            slots = other.submit(page_out).result()
+        copier.fence()  # It has nothing left that comes late.
+        back = torch.zeros_like(src)
+        store.page_in(slots, back).wait()
+        assert torch.equal(back, src + 1)
 
 
 def test_a_failed_fence_is_heard_by_every_transfer_that_it_covers_however_often_they_wait() -> None:
