@@ -18,6 +18,7 @@ import pytest
 from aqua_protocol import KIB
 from aqualib.transports import gpu_thresholds
 from aqualib.transports.gpu_thresholds import CopyThresholds, read_thresholds, thresholds_of
+from harness.bounds import until
 from harness.cuda.stand_in import stand_in
 from harness.gpu import needs, pages, predictions
 from harness.gpu.__main__ import main
@@ -40,7 +41,6 @@ from harness.gpu.races import busy_kernels
 from harness.gpu.records import Record, alone, read_records, write_records
 from harness.gpu.sampling import Figure
 from harness.gpu.step import by_function, read_pytest
-from harness.producers import until
 
 ROOT = Path(__file__).resolve().parents[3]
 STEP = STEPS[0]
