@@ -30,7 +30,16 @@ from typing import TYPE_CHECKING, Final
 from harness.cuda.results import NAME
 from harness.gpu import needs
 from harness.gpu.outcome import Outcome, State
-from harness.gpu.plan import BUDGET_MINUTES, STEPS, Budget, Step, fingerprint, still_to_run, unknown
+from harness.gpu.plan import (
+    BUDGET_MINUTES,
+    LIMIT_S,
+    STEPS,
+    Budget,
+    Step,
+    fingerprint,
+    still_to_run,
+    unknown,
+)
 from harness.gpu.provenance import Origin, commit_of, now
 
 if TYPE_CHECKING:
@@ -155,6 +164,9 @@ class _Run:
             _say(f"[{number}/{len(steps)}] {step.name}: {step.what} (about {step.usual_s:.0f} s)")
             started_s = time.monotonic()
             outcome = self._in_process(step, budget.limit_s(step))
+            if outcome is None:
+                late.append(step.name)
+                continue
             seconds = time.monotonic() - started_s
             assert self.origin is not None, "a run that measures knows where"
             mark = self.fingerprints[step.name]
@@ -166,7 +178,8 @@ class _Run:
             _say(f"    {outcome.state} in {seconds:.0f} s {outcome.why}".rstrip())
         return late
 
-    def _in_process(self, step: Step, limit_s: float) -> Outcome:
+    def _in_process(self, step: Step, limit_s: float) -> Outcome | None:
+        """What became of a step; None if it was ended by the run's limit and not by its own."""
         folder: Path = self.options.records
         folder.mkdir(parents=True, exist_ok=True)
         output, log = folder / f"{step.name}.json", folder / f"{step.name}.log"
@@ -180,6 +193,8 @@ class _Run:
             try:
                 process.wait(limit_s)
             except subprocess.TimeoutExpired:
+                if limit_s < min(step.limit_s, LIMIT_S):
+                    return None
                 why = f"ended after {limit_s:.0f} s, its limit"
                 return Outcome(State.FAILED, f"{why}; what it said is in {_near(log)}")
             finally:  # A step's own processes as well, also when someone presses Ctrl-C.

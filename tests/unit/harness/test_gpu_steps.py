@@ -432,6 +432,18 @@ def test_damaged_records_end_no_run_and_are_kept(
     assert (folder / "records.damaged.json").read_text() == damaged
 
 
+def test_a_step_that_the_end_of_a_run_cuts_off_has_not_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("harness.gpu.__main__.STEPS", [replace(STEP, usual_s=0.0)])
+    before = [replace(record(Outcome(State.FAILED)), step="rows")]
+    write_records(tmp_path, before)
+    options = ("--stand-in", "--records", str(tmp_path), "--minutes", "0.001")
+    assert run(monkeypatch, *options) == 1
+    assert f"no time was left for {STEP.name}: run it again" in capsys.readouterr().err
+    assert read_records(tmp_path) == before
+
+
 def test_a_second_run_at_once_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: tuple[str, ...]
 ) -> None:
