@@ -154,7 +154,7 @@ def buffers_are_made_by_halves(seed: int) -> None:
 
 
 def a_slab_is_copied_by_halves(seed: int) -> None:
-    """The second piece is refused; the first has ended when the slab is given up for lost."""
+    """The second piece is refused; the first has ended when all is tried again, or unmapped."""
     copy, copied = CudaCopier.copy, itertools.count()
     with stand_in(seed=seed) as standing:
         transport = standing.transport()
@@ -165,9 +165,11 @@ def a_slab_is_copied_by_halves(seed: int) -> None:
                 raise RuntimeError("CUDA error: out of memory")
             copy(self, dst, src)
 
+        copies = SlabCopier(transport)
+        pieces = [Range(0, BLOCK_BYTES), Range(SLAB - BLOCK_BYTES, BLOCK_BYTES)]
         with mock.patch.object(CudaCopier, "copy", copy_once):
-            pieces = [Range(0, BLOCK_BYTES), Range(SLAB - BLOCK_BYTES, BLOCK_BYTES)]
-            assert SlabCopier(transport).copy(host, slab, pieces)
+            assert copies.copy(host, slab, pieces)
+        assert not copies.copy(host, slab, pieces)
         slab.close()
         host.close()
 

@@ -44,26 +44,26 @@ def lanes(seed: int, count: int = 2) -> Iterator[StandIn]:
 
 def a_copy_goes_by_several_lanes(seed: int) -> None:
     """A copy waits for the kernel before it, the next for all shares, and the fence for all."""
-    count = 2 + seed % 2
-    with lanes(seed, count) as standing:
-        transport = standing.transport()
-        slab, copier = transport.create(SLAB), transport.copier()
-        near = torch.zeros(SLAB, dtype=torch.uint8, device=GPU)
-        back = torch.zeros(SLAB, dtype=torch.uint8, device=GPU)
-        torch.cuda.synchronize()
-        engine = standing.stream()
-        with torch.cuda.stream(engine):
-            near.fill_(7)
-            before = standing.machine.calls["cuMemcpyBatchAsync"]
-            copier.copy(slab.tensor, near)
-            assert standing.machine.calls["cuMemcpyBatchAsync"] - before == count, "one a lane"
-            copier.copy_bytes(back, 0, slab.tensor, SLAB // 2, SLAB // 2)
-            copier.copy_bytes(back, SLAB // 2, slab.tensor, 0, SLAB // 2)
-            copier.fence()
-            near.fill_(9)
-            assert (back.cpu() == 7).all()
-        del copier, near
-        slab.close()
+    for count in (2, 3):
+        with lanes(seed, count) as standing:
+            transport = standing.transport()
+            slab, copier = transport.create(SLAB), transport.copier()
+            near = torch.zeros(SLAB, dtype=torch.uint8, device=GPU)
+            back = torch.zeros(SLAB, dtype=torch.uint8, device=GPU)
+            torch.cuda.synchronize()
+            engine = standing.stream()
+            with torch.cuda.stream(engine):
+                near.fill_(7)
+                before = standing.machine.calls["cuMemcpyBatchAsync"]
+                copier.copy(slab.tensor, near)
+                assert standing.machine.calls["cuMemcpyBatchAsync"] - before == count, "one a lane"
+                copier.copy_bytes(back, 0, slab.tensor, SLAB // 2, SLAB // 2)
+                copier.copy_bytes(back, SLAB // 2, slab.tensor, 0, SLAB // 2)
+                copier.fence()
+                near.fill_(9)
+                assert (back.cpu() == 7).all()
+            del copier, near
+            slab.close()
 
 
 def rows_go_by_two_lanes(seed: int) -> None:
