@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import random
-import signal
 import statistics
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -300,29 +297,6 @@ def test_a_figure_that_is_no_number_takes_no_other_with_it(
     assert kept.state is State.FAILED
 
 
-def test_a_test_that_a_step_was_ended_in_is_named_in_its_log(tmp_path: Path) -> None:
-    tests, log = tmp_path / "test_end.py", tmp_path / "log"
-    tests.write_text(
-        "import threading, pytest\n"
-        "@pytest.mark.gpu\n"
-        "def test_too_long():\n"
-        "    threading.Event().wait()\n"
-    )
-    step = f"Step('x', '', 'pytest --rootdir {tmp_path} {tests}', 1)"
-    code = f"from harness.gpu.step import Step, by_pytest; by_pytest({step}, stands_in=False)"
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
-    with (
-        log.open("w") as lines,
-        subprocess.Popen(
-            [sys.executable, "-c", code], stderr=lines, env=environment, start_new_session=True
-        ) as running,
-    ):
-        try:
-            until(lambda: "test_too_long" in log.read_text(), "named")
-        finally:
-            os.killpg(running.pid, signal.SIGKILL)
-
-
 def test_the_stand_in_never_reaches_the_docs(tmp_path: Path) -> None:
     outcome = Outcome(figures=sweep_figures(65536))
     records = {
@@ -466,22 +440,6 @@ def test_records_that_cannot_be_written_end_a_run_with_a_word(
     (Path(here[-1]) / "lock").mkdir()
     assert run(monkeypatch, *here) == 1
     assert "make gpu cannot go on" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_lost_connection_ends_the_step_as_well(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "harness.gpu", "--stand-in", "--only", "pinning"]
-    with subprocess.Popen(
-        [*command, "--records", str(tmp_path)],
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "tests")},
-    ) as running:
-        assert running.stderr is not None
-        assert "[1/1] pinning" in running.stderr.readline()
-        running.send_signal(signal.SIGHUP)
-        assert running.wait() == 1
 
 
 def test_what_must_not_wait_loads_no_kernel_while_a_stream_is_busy() -> None:
