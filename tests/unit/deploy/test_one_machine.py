@@ -48,7 +48,7 @@ def test_what_the_compose_file_names_of_aqualib_is_there() -> None:
 
 
 def test_commands_of_the_compose_file_are_taken() -> None:
-    tokens = re.findall(r"(aqua-coordinator) (token [^)\"]+)", COMPOSE)
+    tokens = re.findall(r"(aqua-coordinator) (token [^>]+) >", COMPOSE)
     others = re.findall(
         r"docker compose (?:exec coordinator sh -c '.* aqua-coordinator|run --rm (batch)) (.+?)"
         r"(?:'|  .*)$",
