@@ -16,8 +16,6 @@ from harness.bounds import HANG_S
 from harness.patience import patient_client
 from harness.program import Program, say
 
-"""Bound of every wait; importing torch on a busy machine is the longest."""
-
 
 class LenderProcess(Program):
     """A `Producer` that obeys, and has offered when entered.

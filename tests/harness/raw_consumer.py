@@ -46,8 +46,6 @@ from aqualib.channel import Channel, ChannelClosedError, connect
 from harness.bounds import HANG_S
 from harness.program import Program, say
 
-"""Bound of every wait; far above what anything takes."""
-
 
 class TokenIssuer:
     """Makes tokens that one producer accepts.

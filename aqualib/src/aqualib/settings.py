@@ -21,8 +21,8 @@ from aqua_client.tls import TlsFiles
 from aqua_client.tracing import Tracer, open_tracer
 from aqua_protocol import DEFAULT_SLAB_BYTES, ConfigError, TransportKind, parse_bytes
 from aqua_protocol.ids import MAX_NAME_LENGTH, NAME_PATTERN, Name
+from aqua_protocol.settings import read_settings
 from aqua_protocol.units import MAX_BYTES, MIN_SLAB_BYTES
-from aqua_protocol.wire import read_settings
 from aqualib.peers import require_safe_directory, trusted_uids
 from aqualib.producer.copy_limit import HARM_SHARE
 from aqualib.producer.escalation import Escalation

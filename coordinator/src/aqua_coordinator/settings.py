@@ -19,7 +19,7 @@ from aqua_client.tls import TlsFiles
 from aqua_coordinator.embedded import Fsync
 from aqua_coordinator.store.scripts import MAX_GAP_S
 from aqua_protocol import ConfigError
-from aqua_protocol.wire import read_settings
+from aqua_protocol.settings import read_settings
 
 MIN_SECRET_LENGTH = 32
 """Characters of a configured secret, 128 bits in hexadecimal; doubled, no attack gets harder."""

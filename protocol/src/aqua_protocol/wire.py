@@ -9,17 +9,14 @@ sides say it first and refuse loudly; guessing across versions is how memory get
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from aqua_protocol.errors import ConfigError, VersionMismatchError
+from aqua_protocol.errors import VersionMismatchError
 from aqua_protocol.ids import MAX_EPOCH
 from aqua_protocol.units import MAX_BYTES
-
-SettingsT = TypeVar("SettingsT")
 
 # Fixed: a count of changes.
 PROTOCOL_VERSION: Final = 1
@@ -62,27 +59,6 @@ def first_fault(error: ValidationError, whole: str = "top level") -> str:
     """What was found wrong first: where in the document, or that it is `whole`, and what."""
     first = error.errors(include_url=False, include_input=False)[0]
     return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg']}"
-
-
-def read_settings(
-    kind: Callable[..., SettingsT], prefix: str, remedy: str, overrides: Mapping[str, Any]
-) -> SettingsT:
-    """Settings out of the environment; overrides that are not None win over it, by field name.
-
-    Args:
-        prefix: Of the variables.
-
-    Raises:
-        ConfigError: Values do not fit; names every variable, what is wrong, not its content.
-    """
-    try:
-        return kind(**{name: value for name, value in overrides.items() if value is not None})
-    except ValidationError as error:
-        faults = []
-        for fault in error.errors(include_input=False, include_url=False):
-            variable = "".join(f"{prefix}{str(part).upper()}: " for part in fault["loc"][:1])
-            faults.append(variable + fault["msg"].removeprefix("Value error, "))
-        raise ConfigError("; ".join(faults), remedy=remedy) from error
 
 
 ByteCount = Annotated[int, Field(ge=0, le=MAX_BYTES, strict=True)]

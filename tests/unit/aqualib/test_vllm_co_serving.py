@@ -10,8 +10,10 @@ import pytest
 from aqua_protocol import ConfigError
 from aqua_protocol.errors import RequestInvalidError
 from aqua_schedulers.conserve import (
+    CoServedRequest,
     CoServingView,
     MeasuredStep,
+    ServiceClass,
     StepLoad,
     StepTimeKey,
     StepTimeProfile,
@@ -162,6 +164,24 @@ def test_a_step_hands_out_what_was_planned() -> None:
     assert tokens.take("x", 7, is_offline=False, is_inside=True) == 7
     assert tokens.take("y", 7, is_offline=False, is_inside=False) == 3
     assert tokens.take("z", 7, is_offline=False, is_inside=False) == 0
+
+
+@pytest.mark.parametrize(
+    ("layers", "every", "longest_s"), [(8, None, 0.2), (8, 2, 0.1), (3, 8, 0.042), (80, None, 0.53)]
+)
+def test_a_calm_step_is_bounded_by_the_layers_at_which_it_may_stop(
+    layers: int, every: int | None, longest_s: float, tmp_path: Path
+) -> None:
+    """Two of its safepoints take a twentieth of a second; 32 tokens it has in any case."""
+    place = tmp_path / "steps.json"
+    profile = StepTimeProfile(
+        model="m", engine="e", gpu="g", floor_s=0.01, token_s=1e-3, max_tokens=512
+    )
+    place.write_text(profile.model_dump_json())
+    serving = {**SERVING, "step_profile": str(place), "safepoint_layers": every}
+    policy = co_serving(abortable_layers=layers, co_serving=serving).policy
+    policy.added(CoServedRequest("a", ServiceClass.OFFLINE, 0.0, 900), 0.0)
+    assert 0.9 * longest_s < policy.plan(view()).expected_s <= longest_s
 
 
 def test_without_a_profile_a_start_says_so_and_figures_do(

@@ -176,8 +176,8 @@ class CopyLimit:
         if self.is_quiet and now_s - self._quiet_since_s > MAX_QUIET_S:
             self._end_quiet()
         rate = 0.0 if self.is_quiet else self.bytes_per_s
-        lasts_s = max(MIN_LASTING_S, LASTING_STEPS * self._usual(kind, seconds))
-        lasts_s = min(lasts_s, MAX_LASTING_S)
+        lasts_s = LASTING_STEPS * self._usual(kind, seconds)
+        lasts_s = min(max(MIN_LASTING_S, lasts_s), MAX_LASTING_S)
         if rate == self._told and now_s + lasts_s / 2 < self._told_until_s:
             return None
         self._told, self._told_until_s = rate, now_s + lasts_s

@@ -16,7 +16,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from aqua_batch.policies import Policy
 from aqua_batch.tokens import BYTES
-from aqua_protocol.wire import read_settings
+from aqua_protocol.settings import read_settings
 
 DEFAULT_PORT: Final = 7720
 """Unassigned at IANA, and of no other service of Aqua's. Fixed: clients expect it."""

@@ -26,6 +26,7 @@ from aqua_protocol.errors import ConfigError
 from aqua_schedulers.admission import AdmissionPolicy, BatchView, StepPlan
 from aqua_schedulers.cfs import PolicyName, policy_named
 from aqua_schedulers.conserve import (
+    ConserveSettings,
     CoServingPolicyName,
     Objectives,
     ServiceClass,
@@ -323,7 +324,12 @@ def _engine(  # noqa: PLR0913 - private
     return CoServingEngine(
         spec,
         time_of if counts is None else _counting(time_of, counts),
-        co_serving_policy(CoServingPolicyName.best(), objectives, profile),
+        co_serving_policy(
+            CoServingPolicyName.best(),
+            objectives,
+            profile,
+            ConserveSettings(safepoints=model.layer_count),
+        ),
         pool,
         policy_named(PolicyName.best() if is_fair else PolicyName.FCFS),
     )
