@@ -5,7 +5,8 @@ collector of its own process; the two are taken in turns, a round each, so that 
 both. A round is one lease: grant and release, attach, `PAGE_OUTS` page-outs, reclaim. What is told
 of each part is the median over rounds of the ratio within a round, with the interval that holds the
 true median in 95 runs of 100; and of all of a round together, which is the product's job as an
-engine sees it, for a lease that serves as many page-outs.
+engine sees it, for a lease that serves as many page-outs. Attach and reclaim come once in a lease
+and scatter by a third, so their own figures are from short leases, `SHORT_LIVES` for each round.
 
 The same is told of CPU time, which busy neighbours lengthen less than they do waits: of a lease's
 life in all three processes of a side together, exports to the collector included, by blocks of
@@ -57,6 +58,9 @@ BLOCK_BYTES: Final = 2 * MIB
 PAGE_OUTS: Final = 200
 """In a lease's life: a quarter of a second of them, short for a lease of an engine. A lease's spans
 are drawn once, so half as many would double their share."""
+SHORT_LIVES: Final = 10
+"""Leases of one page-out each: with 400 of them a ratio is known to 3%. Four times as many halve
+that."""
 SETTLE_S: Final = 10.0
 MAX_RATIO: Final = 1.02
 IDENTITY: Final = Identity(node="bench", domain="bench", gpu_uuid="bench")
@@ -144,7 +148,9 @@ def coordinator(directory: Path, *, traces: bool) -> Iterator[tuple[str, int]]:
             process.wait()
 
 
-def live(aqua: Aqua, lender: Lender, spent: Samples, *, traces: bool) -> None:
+def live(
+    aqua: Aqua, lender: Lender, spent: Samples, *, traces: bool, page_outs: int = PAGE_OUTS
+) -> None:
     """One life of a lease, and page-outs in it."""
     nbytes = SLAB_BYTES * SLAB_COUNT
     lender.call("offer", nbytes)
@@ -158,7 +164,7 @@ def live(aqua: Aqua, lender: Lender, spent: Samples, *, traces: bool) -> None:
         assert time.monotonic() < give_up_at_s, f"{store!r} is on {store.location()}"
         time.sleep(1e-3)
     paged_s = []
-    for _ in range(PAGE_OUTS):
+    for _ in range(page_outs):
         began_s = time.perf_counter()
         slots, transfer = store.page_out(src[:8])
         transfer.wait()
@@ -244,10 +250,29 @@ def measure(rounds: int, directory: Path, *, control: bool, quiet: bool) -> Samp
             worked_s.clear()
             if not number:  # Pages are faulted in, connections are open.
                 spent.clear()
+        short = live_shortly(rounds * SHORT_LIVES, aquas, lenders, quiet=quiet)
+    return combined(spent, cpu, short)
+
+
+def live_shortly(
+    rounds: int, aquas: dict[bool, Aqua], lenders: dict[bool, Lender], *, quiet: bool
+) -> Samples:
+    """Lives of a lease with one page-out each."""
+    spent: Samples = defaultdict(list)
+    for number in track(range(rounds), "short leases", disable=quiet):
+        for traces in (False, True) if number % 2 else (True, False):
+            live(aquas[traces], lenders[traces], spent, traces=traces, page_outs=1)
+    return spent
+
+
+def combined(spent: Samples, cpu: dict[bool, list[list[float]]], short: Samples) -> Samples:
+    """The parts of a life, all of it, its CPU time; and what short lives tell better."""
     for traces in (False, True):
         parts = [spent[what, of] for what, of in [*spent] if of == traces]
         spent[WHOLE, traces] = [[sum(map(sum, each))] for each in zip(*parts, strict=True)]
         spent[CPU, traces] = cpu[traces]
+        for what in ("attach", "reclaim"):
+            spent[what, traces] = short[what, traces]
     return spent
 
 

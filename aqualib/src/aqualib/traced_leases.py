@@ -38,6 +38,11 @@ NOT_RETURNED: Final = "not_returned"
 """Fixed, as a value of `error.type`: the consumer ended without giving the slabs back."""
 
 
+LATE_S: Final = 0.05
+"""Seconds between the end of a reclaim and the drawing of its span, in which the engine that waited
+for the memory goes on. Doubled, spans leave as much later; their times stay."""
+
+
 class PageOutTrace:
     """The page-outs of one consumer; used by engine threads and the leasing thread.
 
@@ -131,24 +136,82 @@ class PageOutTrace:
             self._cause = None
 
 
+class SpanQueue:
+    """Spans of a producer that are drawn a little later; used under the producer's lock.
+
+    Drawing a span takes a tenth of a millisecond of lock and interpreter, and the thread that waits
+    for a reclaim needs both at that very moment.
+
+    Args:
+        tracer: Makes the spans; None where tracing is off, and then there are none.
+    """
+
+    def __init__(self, tracer: Tracer | None = None) -> None:
+        self.tracer: Final = tracer
+        self._due_at_s = float("inf")
+        self._spans: list[Callable[[], None]] = []
+
+    def add(
+        self,
+        name: str,
+        told: Mapping[str, str],
+        began_ns: int,
+        error: AquaError | str | None,
+        attributes: Mapping[str, Attribute],
+    ) -> None:
+        """What has just ended is a span, `LATE_S` after the first that waits here.
+
+        Args:
+            name: Of few values.
+            told: Headers with the span of the other side, under which it is drawn.
+            began_ns: By the system's clock.
+            error: What went wrong, or its code; None if nothing did.
+            attributes: By name.
+        """
+        if (tracer := self.tracer) is None:
+            return
+        ended_ns = time.time_ns()
+
+        def draw() -> None:
+            span = tracer.begin(
+                name,
+                kind="server",
+                parent=tracer.context_of(told),
+                start_ns=began_ns,
+                attributes=attributes,
+            )
+            tracer.end(span, error, ended_ns)
+
+        self._spans.append(draw)
+        self._due_at_s = min(self._due_at_s, time.monotonic() + LATE_S)
+
+    def tick(self, now_s: float) -> float:
+        """Draw what is due; returns when to look again, by the monotonic clock."""
+        if self._due_at_s <= now_s:
+            self.draw()
+        return self._due_at_s
+
+    def draw(self) -> None:
+        """Draw all that waits."""
+        spans, self._spans = self._spans, []
+        self._due_at_s = float("inf")
+        for draw in spans:
+            draw()
+
+
 class LeaseTrace:
     """What a producer does with one lease; used under the producer's lock.
 
-    Nothing is drawn while somebody waits: a reclaim is a span once it is over.
-
     Args:
-        tracer: Makes the spans; None where tracing is off, and all of this does nothing.
+        spans: Draws it.
         lease_id: The lease.
         traceparent: The consumer's span, under which all of it is drawn; None if it does not trace.
     """
 
     def __init__(
-        self,
-        tracer: Tracer | None = None,
-        lease_id: str = "",
-        traceparent: TraceParent | None = None,
+        self, spans: SpanQueue, lease_id: str = "", traceparent: TraceParent | None = None
     ) -> None:
-        self._tracer = tracer
+        self._spans = spans
         self._lease_id = lease_id
         self._told = {} if traceparent is None else {HEADER: traceparent}
         self._began_ns = time.time_ns()
@@ -156,12 +219,12 @@ class LeaseTrace:
 
     def handed_out(self, failure: AquaError | None) -> None:
         """The slabs have been sent, or could not be."""
-        if self._tracer is not None and self._told:
-            self._draw("hand_out", self._began_ns, failure, {})
+        if self._told:
+            self._add("hand_out", self._began_ns, failure, {})
 
     def asked(self, notice: ReclaimNotice) -> None:
         """Slabs are asked back."""
-        if self._tracer is not None:
+        if self._spans.tracer is not None:
             slab_ids: set[int] = {slab_id for slab_id, _ in notice.slabs}
             self._asked.append((notice, slab_ids, time.time_ns()))
 
@@ -170,37 +233,30 @@ class LeaseTrace:
         for notice, missing, began_ns in self._asked:
             missing.discard(slab_id)
             if not missing:
-                self._draw_reclaim(notice, began_ns, None)
+                self._add_reclaim(notice, began_ns, None)
         if self._asked:
             self._asked = [one for one in self._asked if one[1]]
 
     def ended(self) -> None:
         """The consumer is gone, and the lease holds nothing any more."""
         for notice, _, began_ns in self._asked:
-            self._draw_reclaim(notice, began_ns, NOT_RETURNED)
+            self._add_reclaim(notice, began_ns, NOT_RETURNED)
         self._asked = []
 
-    def _draw_reclaim(self, notice: ReclaimNotice, began_ns: int, error: str | None) -> None:
+    def _add_reclaim(self, notice: ReclaimNotice, began_ns: int, error: str | None) -> None:
         about: dict[str, Attribute] = {
             "aqua.reclaim.id": notice.reclaim_id,
             "aqua.slabs": len(notice.slabs),
             "aqua.deadline_s": notice.deadline_s,
         }
-        self._draw("reclaim", began_ns, error, about)
+        self._add("reclaim", began_ns, error, about)
 
-    def _draw(
+    def _add(
         self,
         name: str,
         began_ns: int,
         error: AquaError | str | None,
         about: Mapping[str, Attribute],
     ) -> None:
-        assert self._tracer is not None, f"{name} of {self._lease_id} is not traced"
-        span = self._tracer.begin(
-            name,
-            kind="server",
-            parent=self._tracer.context_of(self._told),
-            start_ns=began_ns,
-            attributes={"aqua.lease.id": self._lease_id, **about},
-        )
-        self._tracer.end(span, error)
+        attributes = {"aqua.lease.id": self._lease_id, **about}
+        self._spans.add(name, self._told, began_ns, error, attributes)

@@ -170,13 +170,21 @@ class Tracer:
             start_time=start_ns,
         )
 
-    def end(self, span: Span, error: AquaError | str | None = None) -> None:
-        """End a span, with the code of what went wrong, if anything did."""
+    def end(
+        self, span: Span, error: AquaError | str | None = None, end_ns: int | None = None
+    ) -> None:
+        """End a span.
+
+        Args:
+            span: One that `begin` gave.
+            error: What went wrong, or its code; None if nothing did.
+            end_ns: Of the system's clock, for what ended before; now if None.
+        """
         if error is not None:
             code = error.code if isinstance(error, AquaError) else error
             span.set_attribute("error.type", code)
             span.set_status(self._trace.StatusCode.ERROR)
-        span.end()
+        span.end(end_ns)
 
     @contextlib.contextmanager
     def span(

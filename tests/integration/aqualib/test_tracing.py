@@ -27,7 +27,7 @@ from harness.producers import SLAB, socket_dir
 from harness.program import Program, say
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 SECRET: Final = "a prompt that nobody else may read"
@@ -41,12 +41,23 @@ MEMBER: Final = {
 }
 
 
+def lend_drawing_at_the_end(_: str) -> None:
+    """A producer that has drawn nothing when it ends."""
+    pytest.MonkeyPatch().setattr("aqualib.traced_leases.LATE_S", 10 * HANG_S)
+    lend("")
+
+
 def lend(_: str) -> None:
     """A producer as programs open one."""
     with aqualib.open_producer("lender", device="cpu") as producer:
         say(producer.offer(SLAB))
-        for _line in sys.stdin:
-            say(producer.reclaim(SLAB).wait(HANG_S))
+        for line in sys.stdin:
+            match json.loads(line):
+                case ["reclaim"]:
+                    say(producer.reclaim(SLAB).wait(HANG_S))
+                case ["leave"]:
+                    producer.close()
+                    say(True)
 
 
 def borrow(_: str) -> None:
@@ -67,7 +78,9 @@ def borrow(_: str) -> None:
 
 
 @contextlib.contextmanager
-def cluster(tracing: dict[str, str]) -> Iterator[tuple[Program, Program]]:
+def cluster(
+    tracing: dict[str, str], lend: Callable[[str], None] = lend
+) -> Iterator[tuple[Program, Program]]:
     """A lender, and a borrower whose one slab has moved there after it was paged out."""
     with (
         data_dir() as path,
@@ -124,6 +137,14 @@ def test_page_out_grant_and_reclaim_of_three_processes_are_one_trace() -> None:
         told = " ".join(str(span) for span in spans.values())
         assert SECRET not in told
         assert not any(span.is_error for span in spans.values())
+
+
+def test_what_a_producer_gives_up_as_it_ends_is_drawn() -> None:
+    with OtlpReceiver() as collector:
+        with cluster(collector.environment, lend_drawing_at_the_end) as (lender, _):
+            assert lender.call("leave")
+            given_up = collector.await_span("reclaim")
+        assert not given_up.is_error
 
 
 def test_a_stranger_is_in_no_trace() -> None:

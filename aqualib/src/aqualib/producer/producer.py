@@ -52,7 +52,7 @@ from aqualib.producer.server import LeaseServer, Peer, Stage
 from aqualib.producer.slab_memory import SlabMemory
 from aqualib.reporter import MAX_HEARTBEAT_S, Reporter
 from aqualib.settings import DEFAULT_DEADLINE_S, DEFAULT_GRACE_S, require_name
-from aqualib.traced_leases import LeaseTrace
+from aqualib.traced_leases import LeaseTrace, SpanQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -149,7 +149,7 @@ class Producer:
         self._lending = LendingState(slab_bytes, policy, grace_s)
         self._admission = Admission(self.producer_id)
         self._peers: dict[LeaseId, Peer] = {}
-        self._tracer = tracer
+        self._span_queue = SpanQueue(tracer)
         self.pacer: Final = CopyPacer(self._lock, self._peers, harm_share)
         self.step_ended: Final = self.pacer.step_ended
         self._handouts = Handouts(self._lock, self._handed_out)
@@ -247,6 +247,7 @@ class Producer:
         self._server.close()
         self._memory.close()
         with self._lock:
+            self._span_queue.draw()
             holders = self._lending.pool.leases()
             remaining = self._lending.pool.drain()
         if remaining:
@@ -431,7 +432,7 @@ class Producer:
         peer.knows(hello.aqualib_version)
         loans = self._lending.lend(claims, peer.process)
         try:
-            peer.trace = LeaseTrace(self._tracer, claims.lease_id, hello.traceparent)
+            peer.trace = LeaseTrace(self._span_queue, claims.lease_id, hello.traceparent)
             self._hand_out(peer, claims, loans)
         except BaseException:
             effects = self._lending.hand_back(LeaseId(claims.lease_id), loans)
@@ -488,7 +489,7 @@ class Producer:
     def _tick(self, now_s: float) -> float:
         if self._lending.due_at_s() <= now_s:
             self._carry_out(self._lending.tick(now_s))
-        return self._lending.due_at_s()
+        return min(self._lending.due_at_s(), self._span_queue.tick(now_s))
 
     def _returned(self) -> None:
         """The slab memory has freed a slab for a reclaim; without the lock."""

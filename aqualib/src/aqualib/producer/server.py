@@ -56,7 +56,7 @@ from aqualib.channel import Channel, ChannelClosedError, LingeringSelector, list
 from aqualib.peers import ProcessIdentity, process_behind, require_trusted, trusted_uids
 from aqualib.producer.host import Host
 from aqualib.thread_slice import run_promptly
-from aqualib.traced_leases import LeaseTrace
+from aqualib.traced_leases import LeaseTrace, SpanQueue
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -114,7 +114,7 @@ class Peer:
         self.process: Final = process_behind(self.credentials, self.pidfd)
         self.stage = Stage.GREETING
         self.lease_id: LeaseId | None = None
-        self.trace = LeaseTrace()
+        self.trace = LeaseTrace(SpanQueue())
         self.deadline_at_s = time.monotonic() + HELLO_TIMEOUT_S
         self.dead = False
         self.watched = 0
@@ -311,7 +311,7 @@ class LeaseServer:
     def _end_of_round(self) -> float:
         """Everything that time and order decide; returns when to look again."""
         now_s = time.monotonic()
-        due_at_s = min(self._host.tick(now_s), self._accept_again_at_s)
+        due_at_s = self._accept_again_at_s
         if now_s >= self._accept_again_at_s:
             self._selector.register(self._listener, selectors.EVENT_READ)
             self._accept_again_at_s = float("inf")
@@ -321,7 +321,7 @@ class LeaseServer:
                 self._watch(peer)
                 if peer.stage in {Stage.GREETING, Stage.LEAVING} or peer.has_waiting:
                     due_at_s = min(due_at_s, peer.deadline_at_s)
-        return due_at_s
+        return min(due_at_s, self._host.tick(now_s))
 
     def _review(self, peer: Peer, now_s: float) -> None:
         if peer.stage is Stage.HANDING:
