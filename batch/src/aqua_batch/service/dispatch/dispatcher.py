@@ -27,6 +27,7 @@ import structlog
 from pydantic_core import from_json, to_json
 
 from aqua_batch.records import UTF8_MARK
+from aqua_batch.service.dispatch.answer_rate import AnswerRate
 from aqua_batch.service.dispatch.engines import (
     EngineAbsentError,
     EngineAnswer,
@@ -60,10 +61,11 @@ POLL_S: Final = 0.5
 a repetition, or was cancelled elsewhere, is noticed half a second later."""
 MOST_AHEAD: Final = 1024
 """Requests leased ahead of the engines of a model. Doubled, twice as many texts lie in memory."""
-AHEAD_S: Final = 0.25
+AHEAD_S: Final = 0.5
 """Seconds for which requests are leased ahead of engines that answer fast; of others, as many as
-they have places. Doubled, half as many transactions, of some 2 ms each, lease as many requests; a
-late batch or another tenant waits up to a quarter of a second longer for its turn."""
+they have places. More are leased when half are left, and a slow disk may take that half's time.
+Doubled, half as many transactions lease as many requests; a late batch or another tenant waits up
+to half a second longer for its turn."""
 MOST_UNRECORDED: Final = 2048
 """Answers that wait for the database before engines get no more. Doubled, a database that does not
 answer costs twice the memory."""
@@ -115,8 +117,7 @@ class Dispatcher:
         self._ready = ReadyQueue()
         self._jobs: dict[tuple[int, int, int], tuple[LeasedRequest, asyncio.Task[None]]] = {}
         self._low_marks: dict[str | None, int] = {}
-        self._taken: Counter[str] = Counter()
-        self._pace: Counter[str] = Counter()
+        self._rate = AnswerRate()
         self._is_wanting = asyncio.Event()
         self._is_changed = asyncio.Event()
         self.worker = ""
@@ -199,7 +200,7 @@ class Dispatcher:
             self._is_wanting.set()
             with resting():
                 await asyncio.sleep(SENSE_S)
-            self._pace, self._taken = self._taken, Counter()
+            self._rate.begin_window()
 
     async def _feed(self) -> None:
         """Lease ahead; after a crash what was leased without our knowing goes back first."""
@@ -237,8 +238,7 @@ class Dispatcher:
 
     def _ahead(self, model: str | None) -> int:
         """Requests to have ready for a model, or for batches of several (None)."""
-        taken = self._pace.total() if model is None else self._pace[model]
-        in_time = int(taken * AHEAD_S / SENSE_S)
+        in_time = int(self._rate.per_s(model) * AHEAD_S)
         return min(MOST_AHEAD, max(self._engines.places_for(model), in_time))
 
     def _wanted(self, model: str | None, ready: Mapping[str | None, int]) -> int:
@@ -303,7 +303,6 @@ class Dispatcher:
                 full.add(waiting[0])
                 continue
             ready = self._ready.take(waiting[0])
-            self._taken[ready.model] += 1
             job = start_job(self._run(ready, engine), partial(self._crashed, ready.request))
             job.add_done_callback(partial(self._ended, ready, engine))
             self._jobs[ready.request.key] = ready.request, job
@@ -325,6 +324,7 @@ class Dispatcher:
             record = to_json(_record_of(request, answer), inf_nan_mode="null")
             self._recorder.put(RequestOutcome(request, answer.is_answer, record))
             self._metrics.answered(answer.status)
+            self._rate.count(ready.model)
 
     def _ended(self, ready: ReadyRequest, engine: EngineEndpoint, job: asyncio.Task[None]) -> None:
         """Give the place of a request to the next; also of one that was dropped before it began."""

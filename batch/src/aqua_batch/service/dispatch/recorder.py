@@ -84,15 +84,18 @@ class Recorder:
                 self._came.clear()
                 with resting():
                     await self._came.wait()
-                    await asyncio.sleep(self._gather_s)
-            await self.flush()
+            with resting():
+                await asyncio.sleep(self._gather_s)
+            await self.flush(leave=MOST_AT_ONCE - 1)
 
-    async def flush(self) -> None:
-        """Record what there is.
+    async def flush(self, leave: int = 0) -> None:
+        """Record what there is, but the last few if so many may be left to gather.
 
         What a transaction that was cut short may have written is late the second time.
         """
-        while self._writing or self._waiting:
+        is_first = True
+        while self._writing or len(self._waiting) > (0 if is_first else leave):
+            is_first = False
             if not self._writing:
                 self._writing = self._waiting[:MOST_AT_ONCE]
                 del self._waiting[:MOST_AT_ONCE]
