@@ -15,7 +15,13 @@ from aqua_protocol import ConfigError, UnavailableError
 from aqua_protocol.errors import UnknownResourceError
 from aqua_schedulers.cfs import RequestView, TenantAccounts, TenantSettings
 from aqualib.engines.vllm.coordinator_start import look_for_coordinator
-from aqualib.engines.vllm.operations.admin_api import AquaMiddleware, Receive, Scope, Send
+from aqualib.engines.vllm.operations.admin_api import (
+    AquaMiddleware,
+    Message,
+    Receive,
+    Scope,
+    Send,
+)
 from aqualib.engines.vllm.operations.admin_commands import UTILITY, answer
 from aqualib.engines.vllm.operations.evictions import EvictionRequest
 from aqualib.engines.vllm.operations.switches import Feature, Switches, SwitchState
@@ -24,6 +30,8 @@ from aqualib.engines.vllm.paging.pins import Prefix, PrefixPinTable
 from aqualib.settings import load_settings
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from aqualib.engines.vllm.lending.scheduler import LendingScheduler
 
 TOKEN = "operator-of-this-engine"
@@ -191,6 +199,34 @@ def test_without_the_admin_token_nothing_is_answered(token: str | None) -> None:
     refused = call(Core(Rank(Feature.SLICING)), "GET", "/aqua/switches", token=token)
     assert refused.status_code == 401
     assert "slicing" not in refused.text
+
+
+def test_half_a_command_of_a_client_that_went_away_is_none() -> None:
+    rank = Rank(Feature.PAGING)
+    core = SimpleNamespace(engine_core=Core(rank))
+    scope = {
+        "type": "http",
+        "method": "PATCH",
+        "path": "/aqua/switches",
+        "headers": [(b"authorization", f"Bearer {TOKEN}".encode())],
+        "app": SimpleNamespace(state=SimpleNamespace(engine_client=core)),
+    }
+    parts: Iterator[Message] = iter(
+        [
+            {"type": "http.request", "body": b'{"paging": false}', "more_body": True},
+            {"type": "http.disconnect"},
+        ]
+    )
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return next(parts)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asyncio.run(AquaMiddleware(server)(scope, receive, send))
+    assert (rank.turned, sent) == ([], [])
 
 
 def test_an_engine_without_an_admin_token_refuses_every_call(

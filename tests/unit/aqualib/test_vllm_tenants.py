@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from math import inf
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ KEY = "sk-team-b"
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with the body, which is as long as the headers say, if they do."""
     body = await body_of(receive, 1 << 20)
+    assert body is not None
     told = dict(scope["headers"]).get(b"content-length")
     assert told is None or int(told) == len(body)
     await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -169,13 +171,15 @@ def test_what_needs_no_tenant_or_is_no_request_goes_on_as_it_is(
     assert through(content, options, **headers) == content
 
 
-def post(vllm: App, part: bytes) -> tuple[int, int]:
-    """Post an endless body of such parts: the status, and how many parts were read."""
+def post(vllm: App, part: bytes, gone_after: float = inf) -> tuple[int | None, int]:
+    """Post an endless body of such parts: the status, if any, and how many parts were read."""
     parts = 0
     sent: list[Message] = []
 
     async def receive() -> Message:
         nonlocal parts
+        if parts >= gone_after:
+            return {"type": "http.disconnect"}
         parts += 1
         return {"type": "http.request", "body": part, "more_body": True}
 
@@ -188,7 +192,7 @@ def post(vllm: App, part: bytes) -> tuple[int, int]:
         await before(vllm, SHARING)(scope, receive, send)
 
     asyncio.run(serve())
-    return sent[0]["status"], parts
+    return (sent[0]["status"] if sent else None), parts
 
 
 def test_a_body_is_read_once_vllm_asks_for_it_so_nothing_is_held_for_a_stranger() -> None:
@@ -207,6 +211,16 @@ def test_a_body_without_end_is_refused_whatever_the_server_makes_of_it() -> None
         await send({"type": "http.response.body", "body": b"there was an error"})
 
     assert post(misread, bytes(MAX_REQUEST_BYTES // 4)) == (413, 5)
+
+
+def test_half_a_body_of_a_client_that_went_away_is_no_request() -> None:
+    told: list[Message] = []
+
+    async def read(_: Scope, receive: Receive, __: Send) -> None:
+        told.append(await receive())
+
+    assert post(read, b"{}", gone_after=1) == (None, 1)
+    assert told == [{"type": "http.disconnect"}]
 
 
 def request(extra: dict[str, Any] | None = None, lora: str | None = None) -> Any:  # noqa: ANN401 - vLLM's

@@ -74,6 +74,9 @@ MAX_REQUEST_BYTES: Final = 256 * 1024 * 1024
 """Of a prompt with its images, where its tenant or class has to be written into it; longer ones are
 refused. Doubled, a caller can make the server hold twice as much."""
 
+DISCONNECT: Final = "http.disconnect"
+"""Fixed, by ASGI."""
+
 FIRST: Final = 0
 """Of several headers of one name, that which vLLM goes by; fixed by it."""
 
@@ -122,12 +125,15 @@ class AquaMiddleware:
             self._require_admin(scope)
             command, named = _command_of(scope["method"], path.removeprefix(PREFIX))
             most_bytes = MAX_PIN_BYTES if command == "pin" else MAX_BODY_BYTES
-            arguments = {**_object_in(await body_of(receive, most_bytes)), **named}
+            body = await body_of(receive, most_bytes)
+            if body is None:
+                return  # Half a command is none, and its client is gone.
+            arguments = {**_object_in(body), **named}
             results = await _ask(scope["app"].state.engine_client, command, arguments)
         except AquaError as error:
-            body = error.to_body().model_dump()
+            said = error.to_body().model_dump()
             extra = [(b"www-authenticate", b"Bearer")] if error.http_status == 401 else []  # noqa: PLR2004 - HTTP's
-            await _send_json(send, error.http_status, body, extra)
+            await _send_json(send, error.http_status, said, extra)
         else:
             await _send_json(send, 200, {"engines": results})
 
@@ -172,11 +178,14 @@ class AquaMiddleware:
                 return await receive()
             is_read = True
             try:
-                body = with_xargs(await body_of(receive, MAX_REQUEST_BYTES), choices)
+                body = await body_of(receive, MAX_REQUEST_BYTES)
+                if body is None:
+                    return {"type": DISCONNECT}
+                written = with_xargs(body, choices)
             except AquaError as error:
                 refusal = error
                 raise
-            return {"type": "http.request", "body": body, "more_body": False}
+            return {"type": "http.request", "body": written, "more_body": False}
 
         async def answer(message: Message) -> None:
             if refusal is None:  # Else what vLLM makes of it is not the answer.
@@ -205,8 +214,8 @@ class AquaMiddleware:
             )
 
 
-async def body_of(receive: Receive, max_bytes: int) -> bytes:
-    """Read a request's body.
+async def body_of(receive: Receive, max_bytes: int) -> bytes | None:
+    """Read a request's body; None if its client went away before the end.
 
     Raises:
         RequestTooLargeError: It is longer than that.
@@ -215,6 +224,8 @@ async def body_of(receive: Receive, max_bytes: int) -> bytes:
     size = 0
     while True:
         message = await receive()
+        if message["type"] == DISCONNECT:
+            return None
         part = message.get("body", b"")
         size += len(part)
         if size > max_bytes:
