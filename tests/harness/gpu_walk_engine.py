@@ -262,15 +262,16 @@ class EngineWalk:
         """Three threads gather by the same buffers, one of them in many stages."""
         transport = self.gpu.transport()
         count = self.random.choice([64, cuda_buffers.INDEX_ROWS * (cuda_buffers.INDEX_SLOTS + 2)])
+        draws = torch.Generator().manual_seed(self.value)
+        orders = [torch.randint(64, (rows,), generator=draws) for rows in (64, 64, count)]
         tables = [
-            torch.arange(rows, dtype=torch.int64, device=GPU)[:, None] + number
-            for number, rows in enumerate((64, 64, count))
+            torch.arange(64, dtype=torch.int64, device=GPU)[:, None] + number
+            for number in range(len(orders))
         ]
         torch.cuda.synchronize()
         copiers, found = [transport.copier() for _ in tables], []
-        for copier, table in zip(copiers, tables, strict=True):
-            order = torch.randperm(len(table), generator=torch.Generator().manual_seed(self.value))
-            packed = torch.empty((len(table), 1), dtype=torch.int64, device=GPU)
+        for copier, table, order in zip(copiers, tables, orders, strict=True):
+            packed = torch.empty((len(order), 1), dtype=torch.int64, device=GPU)
             in_thread(partial(copier.gather, packed, table, order))
             found.append((packed, order))
         for number, (copier, (packed, order)) in enumerate(zip(copiers, found, strict=True)):

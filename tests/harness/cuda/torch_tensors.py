@@ -162,7 +162,7 @@ def ranges_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def rows_of(table: torch.Tensor, index: torch.Tensor) -> list[tuple[int, int]]:
-    """Addresses and sizes of the rows of a table with dense rows that an index names."""
+    """Addresses and sizes of the rows of a table with dense rows that an index names, each once."""
     assert table[0].is_contiguous(), "rows that are no stretches of bytes"
     step = table.stride(0) * table.element_size()
-    return [(table.data_ptr() + row * step, table[0].nbytes) for row in index.tolist()]
+    return [(table.data_ptr() + row * step, table[0].nbytes) for row in index.unique().tolist()]
