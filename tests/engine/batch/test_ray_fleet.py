@@ -1,7 +1,7 @@
 """Runs over a real Ray cluster of two nodes on this machine.
 
 The engines count instead of computing, so that what is tried here is the way between machines:
-places, shares, answers, deaths. With real engines it is tried in the `engine` tier.
+places, shares, answers, deaths. `test_vllm_on_ray` tries it with real ones.
 """
 
 from __future__ import annotations
