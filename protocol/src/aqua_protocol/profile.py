@@ -23,8 +23,12 @@ PRODUCER_THRESHOLD_BYTES: Final = 10 * 10**9
 """A model with less to spare is no producer (Aqua section 4: "above a threshold (e.g., 10 GB)").
 Doubled, models that could lend 10 to 20 GB are labelled neutral."""
 
-Positive = Annotated[float, Field(gt=0, strict=True)]
-NotNegative = Annotated[float, Field(ge=0, strict=True)]
+MAX_MEASURED: Final = 1e9
+"""Fixed, as part of the form: no rate in requests a second, and no queue, is larger, and those who
+compute with them stay far from what a float cannot hold."""
+
+Positive = Annotated[float, Field(gt=0, le=MAX_MEASURED, strict=True)]
+NotNegative = Annotated[float, Field(ge=0, le=MAX_MEASURED, strict=True)]
 Share = Annotated[float, Field(ge=0, le=1, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 
