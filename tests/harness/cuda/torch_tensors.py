@@ -165,4 +165,4 @@ def rows_of(table: torch.Tensor, index: torch.Tensor) -> list[tuple[int, int]]:
     """Addresses and sizes of the rows of a table with dense rows that an index names, each once."""
     assert table[0].is_contiguous(), "rows that are no stretches of bytes"
     step = table.stride(0) * table.element_size()
-    return [(table.data_ptr() + row * step, table[0].nbytes) for row in index.unique().tolist()]
+    return [(table.data_ptr() + row * step, table[0].nbytes) for row in sorted({*index.tolist()})]
