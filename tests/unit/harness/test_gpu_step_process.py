@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,16 @@ def test_a_test_that_a_step_was_ended_in_is_named_in_its_log(tmp_path: Path) -> 
             os.killpg(running.pid, signal.SIGKILL)
 
 
+@pytest.fixture
+def hangs_up() -> Iterator[None]:
+    """Children heed SIGHUP, also where `nohup` runs the suite: they inherit what is ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("hangs_up")
 def test_a_lost_connection_ends_the_step_as_well(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "harness.gpu", "--stand-in", "--only", "pinning"]
     with subprocess.Popen(
