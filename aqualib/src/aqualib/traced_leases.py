@@ -37,7 +37,6 @@ a trace shows half as many."""
 NOT_RETURNED: Final = "not_returned"
 """Fixed, as a value of `error.type`: the consumer ended without giving the slabs back."""
 
-
 LATE_S: Final = 0.05
 """Seconds between the end of a reclaim and the drawing of its span, in which the engine that waited
 for the memory goes on. Doubled, spans leave as much later; their times stay."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import fsspec
 import pytest
 
-from aqua_batch.service.files.objects import MissingObjectError, ObjectStore
+from aqua_batch.service.files.objects import NEAR_BYTES, MissingObjectError, ObjectStore
 from aqua_protocol.errors import StoreUnavailableError
 from harness.bounds import HANG_S
 from harness.program import Program, say
@@ -71,6 +71,9 @@ def test_objects_in_s3_are_those_of_a_folder(s3: Program) -> None:
     with other.open("batch/1/a") as file:
         assert file.readline(100) == b"one\n"
     assert store.ranges("batch/1/a", [(4, 3), (0, 3)]) == [b"two", b"one"]
+    with store.create("far") as file:
+        file.write(b"one".ljust(3 * NEAR_BYTES) + b"two")
+    assert store.ranges("far", [(3 * NEAR_BYTES, 3), (0, 3)]) == [b"two", b"one"]
     with contextlib.suppress(ZeroDivisionError), store.create("batch/1/b") as file:
         file.write(b"half")
         raise ZeroDivisionError

@@ -34,6 +34,22 @@ def test_parts_come_in_the_order_asked_for(store: ObjectStore) -> None:
     assert store.ranges("a", []) == []
 
 
+def test_what_is_far_from_all_parts_is_not_read(tmp_path: Path) -> None:
+    store = ObjectStore(f"file://{tmp_path}")
+    far = 1 << 20
+    with store.create("a") as file:
+        file.write(bytes(20 * far))
+    places = [(number * far, 10) for number in range(20)]
+    before = bytes_read()
+    store.ranges("a", places)
+    assert bytes_read() - before < far
+
+
+def bytes_read() -> int:
+    """Bytes that this process has had from files, by Linux."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 def test_of_what_is_not_there_there_are_no_parts(store: ObjectStore) -> None:
     with pytest.raises(MissingObjectError):
         store.ranges("lost", [(0, 1)])

@@ -1,6 +1,6 @@
 """Writes down how requests ended: many in one transaction, none before it is on the disk.
 
-What ends within a moment, or while another transaction runs, goes into one: a transaction costs
+What ends within a moment, and while the transaction before runs, goes into one: a transaction costs
 more than its rows, and a slow disk makes it larger and not answers slower. A database that does not
 answer is asked again until it does: an answer that an engine has worked for is not given up. If the
 process dies first, the request runs again.
@@ -86,32 +86,37 @@ class Recorder:
                     await self._came.wait()
             with resting():
                 await asyncio.sleep(self._gather_s)
-            await self.flush(leave=MOST_AT_ONCE - 1)
+            await self._record()
+            while len(self._waiting) >= MOST_AT_ONCE:
+                await self._record()
 
-    async def flush(self, leave: int = 0) -> None:
-        """Record what there is, but the last few if so many may be left to gather.
+    async def flush(self) -> None:
+        """Record all there is."""
+        while self._writing or self._waiting:
+            await self._record()
+
+    async def _record(self) -> None:
+        """Write one transaction, however often it takes; its entries wait until it is written.
 
         What a transaction that was cut short may have written is late the second time.
         """
-        is_first = True
-        while self._writing or len(self._waiting) > (0 if is_first else leave):
-            is_first = False
-            if not self._writing:
-                self._writing = self._waiting[:MOST_AT_ONCE]
-                del self._waiting[:MOST_AT_ONCE]
-            outcomes = [each for each in self._writing if isinstance(each, RequestOutcome)]
-            returns = [each for each in self._writing if isinstance(each, Return)]
+        if not self._writing:
+            self._writing = self._waiting[:MOST_AT_ONCE]
+            del self._waiting[:MOST_AT_ONCE]
+        outcomes = [each for each in self._writing if isinstance(each, RequestOutcome)]
+        returns = [each for each in self._writing if isinstance(each, Return)]
+        while True:
             work = partial(settle, outcomes=outcomes, returns=returns, now_s=self._now_s())
             try:
                 late = await self._database.write(work)
+                break
             except StoreUnavailableError as error:
                 log.warning("outcomes not recorded yet", count=len(self), error=str(error))
                 with resting():
                     await asyncio.sleep(RETRY_S)
-                continue
-            self.waiting_bytes -= sum(map(_size_of, self._writing))
-            self._writing = []
-            self._recorded(len(late))
+        self.waiting_bytes -= sum(map(_size_of, self._writing))
+        self._writing = []
+        self._recorded(len(late))
 
 
 def _size_of(entry: RequestOutcome | Return) -> int:
