@@ -25,6 +25,9 @@ many intervals between two of its safepoints an aborted step took to stop, on av
 and what it takes to tell the scheduler. `negative_control_differs`: with zeros in the place of
 checkpoints answers differ.
 
+Five loads of 500 requests take hours on two cores. With `--records FILE` each load is kept when it
+has ended, and a run goes on with those that are missing.
+
 What it does not show: a GPU's numbers. On a CPU a decode costs nearly as much as a token of a
 prompt, so next to no offline token fits beside online decodes.
 """
@@ -41,7 +44,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -49,6 +51,7 @@ import typer
 
 from _burst_race import SHAPE, note
 from _bursts import read_trace
+from aqua_cli.files import write_text
 from aqua_demo.co_serving.report import figures_of
 from aqua_demo.engines.online_load import Lengths, OnlineLoad, draw_lengths, write_offline_file
 from aqua_demo.engines.race import (
@@ -64,7 +67,7 @@ from aqua_demo.engines.race import (
     serve,
 )
 from aqua_demo.engines.report import VICTIMS
-from aqua_demo.engines.scale import FULL, EngineScale, co_serving_options
+from aqua_demo.engines.scale import FULL, co_serving_options
 from vllm_profiler import (
     ENGINE_PYTHON,
     PROFILER,
@@ -98,54 +101,60 @@ def main(
     requests: Annotated[int, typer.Option(help="Online requests of a load.", min=20)] = 500,
     loads: Annotated[int, typer.Option(help="Loads, from the calmest on.", min=1, max=5)] = 5,
     seed: Annotated[int, typer.Option(help="Of arrivals and lengths.", min=0)] = 0,
-    blocks: Annotated[int, typer.Option(help="KV blocks of 32 tokens.", min=32)] = FULL.blocks,
     step_profile: Annotated[Path | None, typer.Option(help="Else it is measured.")] = None,
+    records: Annotated[Path | None, typer.Option(help="Keeps loads; a run goes on here.")] = None,
 ) -> None:
     """Measure co-serving against engines without offline work."""
     require_environments()
+    settings = {"requests": requests, "seed": seed, "trace": str(trace or "")}
+    found = read_records(records, settings)
     # Else engines that have no turn stay stopped for ever.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with contextlib.ExitStack() as stack:
-        scale = replace(FULL, blocks=blocks)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="aqua-coserving-")))
         model = folder / "model"
         write_model(model, SHAPE)
 
         def start(name: str, aqua: dict[str, Any] | None = None, **engine: Any) -> ServedEngine:  # noqa: ANN401 - vLLM's options
             note(f"starting {name}")
-            options = scale.engine_options() | engine
+            options = FULL.engine_options() | engine
             served = ServedEngine(folder / name, model, options, aqua, str(ENGINE_PYTHON))
             stack.callback(served.close)
             return served
 
         offline = folder / "offline.jsonl"
-        write_offline_file(offline, OFFLINE_COUNT, seed, scale.longest_prompt)
+        write_offline_file(offline, OFFLINE_COUNT, seed, FULL.longest_prompt)
         engines = {name: start(name) for name in ("online", "control", "offline")}
         engines["priority"] = start("priority", scheduling_policy="priority")
         for each in engines.values():
             each.await_ready()
-        given = None if trace is None else read_trace(trace, blocks * scale.block_tokens // 4)
+        given = None if trace is None else read_trace(trace, FULL.blocks * FULL.block_tokens // 4)
         lengths = [(p, o) for _, p, o in given] if given else draw_lengths(requests, seed)
         inputs = measure_alone(
             lambda load: serve(engines["online"], Order(load)), lengths[:ALONE_COUNT]
         )
         note(", ".join(f"{name} {value:.3g}" for name, value in inputs.items()))
-        profile = str(step_profile or measure_steps(model, folder, scale))
+        profile = str(step_profile or measure_steps(model, folder))
         aqua = co_serving_options(inputs, step_profile=profile)
         ours = engines["ours"] = start("ours", aqua)
         ours.await_ready()
         made = make_loads(lengths, 1 / inputs["service_s"], seed)
         runs = {}
         for name, load in ({"trace": OnlineLoad(given)} if given else dict(made[:loads])).items():
+            if name in found:
+                note(f"{name}: as recorded")
+                continue
             note(f"{name}: {len(load.arrivals)} requests in {load.length_s:.0f} s")
             runs[name] = race(engines, orders(engines, load, offline, seed))
-            note(json.dumps(compare(runs[name])))
+            found[name] = compare(runs[name])
+            note(json.dumps(found[name]))
+            if records is not None:
+                write_text(records, json.dumps({"settings": settings, "loads": found}))
         for name in ("control", "priority"):
             engines.pop(name).close()
         ours.fault.touch()
         crowd = OnlineLoad.at_once(draw_lengths(FAULTY_COUNT, seed), 1.0)
         faulty = race(engines, orders(engines, crowd, offline, seed + 1))
-    found = {name: compare(each) for name, each in runs.items()}
     summary = summarize(found) | {"negative_control_differs": differing_answers(faulty) > 0}
     if as_json or with_raw:
         machine = {"cpus": os.cpu_count(), "machine": platform.processor() or platform.machine()}
@@ -155,12 +164,29 @@ def main(
         show(summary)
 
 
-def measure_steps(model: Path, folder: Path, scale: EngineScale) -> Path:
+def read_records(
+    path: Path | None, settings: Mapping[str, Any]
+) -> dict[str, dict[str, float | None]]:
+    """Loads that were measured with these settings; a file of others ends the program."""
+    if path is None or not path.exists():
+        return {}
+    try:
+        kept = json.loads(path.read_text())
+        loads: dict[str, dict[str, float | None]] = kept["loads"]
+        if kept["settings"] == settings:
+            return loads
+        other = f"of {kept['settings']}, not of {settings}"
+    except (ValueError, KeyError, TypeError) as error:
+        other = f"no such file: {type(error).__name__}: {error}"
+    sys.exit(f"{path} is {other}. Name another file, which need not be there")
+
+
+def measure_steps(model: Path, folder: Path) -> Path:
     """A folder with the step-time profile of this engine, measured as its operator would."""
     note("measuring step times")
     flags = ["--scheduler-cls", "aqualib.engines.vllm.AquaScheduler"]
     flags += ["--middleware", "aqualib.engines.vllm.AquaMiddleware"]
-    options = scale.engine_options()
+    options = FULL.engine_options()
     for name in ("max_model_len", "max_num_batched_tokens"):
         flags += ["--" + name.replace("_", "-"), str(options[name])]
     token = {"AQUA_ADMIN_TOKEN": "of-this-benchmark"}

@@ -222,8 +222,7 @@ class _Storm:
                     self._evict()  # What was has been aborted since; the next try finds some.
                 return bool(evicted)
             case Happening.RESET:
-                # vLLM itself gives up over loads under way.
-                return bool(self._engine.reset_prefix_cache(reset_running_requests=True))
+                return self._reset()
             case Happening.SLEEP:
                 self._engine.sleep(level=0, mode="keep")
                 for _ in range(SLEEP_STEPS):
@@ -232,6 +231,20 @@ class _Storm:
             case Happening.SWITCH:
                 self._turn(on=not self._are_on)
         return True
+
+    def _reset(self) -> bool:
+        from vllm.v1.request import RequestStatus
+
+        try:
+            return bool(self._engine.reset_prefix_cache(reset_running_requests=True))
+        except RuntimeError:
+            # vLLM gives up over loads under way, of requests that have been aborted, too.
+            if any(
+                each.status == RequestStatus.WAITING_FOR_REMOTE_KVS or each.is_finished()
+                for each in self._scheduler.requests.values()
+            ):
+                return False
+            raise
 
     def _evict(self) -> bool:
         count = self._draw.randint(1, 3)

@@ -188,8 +188,10 @@ class Service:
                     is_present=int(is_present),
                 )
                 ended = await services.ledger.sweep(silent_s=silent_s)
-                books_id = await services.member_totals.read_part()
-                await services.quotas.keep(services.ledger, books_id)
+                books = await services.member_totals.read_part()
+                await services.quotas.keep(
+                    services.ledger, books.books_id, has_quotas=books.has_quotas
+                )
                 await services.history.keep(services.ledger, services.member_totals)
             except UnavailableError as error:
                 if not absent:

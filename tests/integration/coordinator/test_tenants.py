@@ -34,13 +34,15 @@ class Clients:
 
     Attributes:
         service: It.
+        quotas: Its file of quotas.
+        room: Its books.
         of: A client of each tenant, and of an operator, by name.
         tokens: Their tokens.
         leases: A lease of each tenant, on its own producer.
     """
 
-    def __init__(self, service: Service, quotas: Path) -> None:
-        self.service, self.quotas = service, quotas
+    def __init__(self, service: Service, quotas: Path, room: LedgerRoom) -> None:
+        self.service, self.quotas, self.room = service, quotas, room
         self.of: dict[str, httpx.AsyncClient] = {}
         self.tokens: dict[str, str] = {}
         self.leases: dict[str, LeaseGrant] = {}
@@ -85,9 +87,9 @@ async def clients(store: EmbeddedValkey, tmp_path: Path) -> AsyncIterator[Client
     create_token(tokens, roles=[Role.READER])
     quotas.write_text(json.dumps({"tenants": {"red": {"nominal": "256KiB"}}}))
     settings = CoordinatorSettings(tokens_file=tokens, quotas_file=quotas, max_grants_per_s=1.0)
-    async with ledger_room(store.url), AsyncExitStack() as stack:
+    async with ledger_room(store.url) as room, AsyncExitStack() as stack:
         service = await stack.enter_async_context(Service(settings, store.url).running())
-        clients = Clients(service, quotas)
+        clients = Clients(service, quotas, room)
         await clients.fill(stack)
         yield clients
 
@@ -181,7 +183,8 @@ async def test_the_quotas_file_is_followed_and_survives_the_books(
     services = clients.service.services
 
     async def quotas() -> dict[str, tuple[int | None, int]]:
-        await services.quotas.keep(services.ledger, (await services.ledger.summary()).books_id)
+        books = await services.ledger.summary()
+        await services.quotas.keep(services.ledger, books.books_id, has_quotas=books.has_quotas)
         page = QuotaPage.model_validate_json((await clients.of["operator"].get("/v1/quotas")).text)
         return {view.tenant: (view.nominal_bytes, view.leased_bytes) for view in page.quotas}
 
@@ -190,6 +193,15 @@ async def test_the_quotas_file_is_followed_and_survives_the_books(
     assert await quotas() == {"blue": (SLAB, SLAB), "red": (None, SLAB)}
     clients.quotas.write_text("no quotas")
     assert await quotas() == {"blue": (SLAB, SLAB), "red": (None, SLAB)}
+    for command in (
+        ("DEL", KEYS["quotas"]),
+        ("SET", KEYS["quotas"], "junk"),
+        ("HDEL", KEYS["books"], "quotas"),
+    ):
+        await clients.room.command(*command)
+        await services.ledger.audit()
+        assert await quotas() == {"blue": (SLAB, SLAB), "red": (None, SLAB)}
+        assert await services.ledger.audit() == []
     async with ledger_room(store.url):
         pass
     await services.ledger.open()

@@ -376,9 +376,10 @@ class Siege:
                 await self.room.sweep()
         else:
             pytest.fail(f"{words}: {refused} {faults}")
-        for path in ("leases", "producers", "consumers", "offers", "reclaims", "quarantine"):
-            answer = await self.clients["any-operator"].get(f"/v1/{path}")
-            assert answer.status_code == httpx.codes.OK, f"{words}: {answer.text}"
+        for method, route in self.routes:
+            if method == "GET" and "{" not in route:
+                answer = await self.clients["any-operator"].get(route)
+                assert answer.status_code == httpx.codes.OK, f"{words}: {route} {answer.text}"
 
 
 @pytest.fixture(scope="module")

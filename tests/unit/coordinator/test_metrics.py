@@ -88,6 +88,7 @@ def exposed_by_coordinator() -> set[str]:
         open_reclaim_count=0,
         rightful_count=0,
         quarantined_count=0,
+        has_quotas=False,
         member_counts={},
         longest_silence_s={},
         stood_s={},

@@ -179,8 +179,11 @@ class Quotas:
         """What the file said when it could last be read."""
         return _NO_QUOTAS if self._file is None else self._file.content
 
-    async def keep(self, ledger: Ledger, books_id: str) -> None:
+    async def keep(self, ledger: Ledger, books_id: str, *, has_quotas: bool = True) -> None:
         """Write to the books what they do not have from here: they are new, or the file is.
+
+        Args:
+            has_quotas: Whether the books have any. If not, those of the file are lost.
 
         Raises:
             UnavailableError: Redis does not answer; the next call tries again.
@@ -189,7 +192,8 @@ class Quotas:
             return
         if self._file.refresh():
             self._books_id = None
-        if books_id != self._books_id:
+        is_lost = not has_quotas and any(self.content.fields())
+        if books_id != self._books_id or is_lost:
             words = [*self.content.fields()]
             text = json.dumps(words)
             version = hashlib.sha256(text.encode()).hexdigest()[:16] if words else ""

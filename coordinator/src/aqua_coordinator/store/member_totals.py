@@ -41,8 +41,8 @@ class MemberTotals:
         self.sums: Mapping[str, int] = {}
         self.at_s = 0.0
 
-    async def read_part(self) -> str:
-        """Go on with the round, and give the name of the books.
+    async def read_part(self) -> BooksSummary:
+        """Go on with the round, and give the part that was read.
 
         Raises:
             UnavailableError: Redis does not answer; the round goes on when it does.
@@ -54,7 +54,7 @@ class MemberTotals:
         else:
             self.sums, self.at_s = self._so_far, time.time()
             self._so_far, self._after = Counter(), ("", "")
-        return part.books_id
+        return part
 
     async def read(self) -> BooksSummary:
         """The books of this moment; the sums too, if members are few.

@@ -161,6 +161,7 @@ class BooksSummary:
             reported for longest.
         stood_s: How long the clock stood, by reason.
         rightful_count: Leases that a clock can end.
+        has_quotas: Whether any were written to them, and not lost since.
         sums: Over the part, by field; leases by state, too, but for the initial one.
         after: Where the next part begins, by role; as given when there was nothing left.
     """
@@ -169,6 +170,7 @@ class BooksSummary:
     open_reclaim_count: int
     rightful_count: int
     quarantined_count: int
+    has_quotas: bool
     member_counts: dict[str, int]
     longest_silence_s: dict[str, float]
     stood_s: dict[str, float]
@@ -363,6 +365,7 @@ def summary(answer: Sequence[Any]) -> BooksSummary:
         books_id=text(books_id),
         rightful_count=counts["rightful"],
         quarantined_count=counts["quarantined"],
+        has_quotas=counts["quotas"] == 1,
         open_reclaim_count=counts["reclaims"],
         member_counts={role: counts[role] for role in ROLES},
         longest_silence_s={role: counts[f"{role}_silence_us"] / MICROSECONDS for role in ROLES},

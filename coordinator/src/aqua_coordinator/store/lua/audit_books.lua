@@ -207,12 +207,19 @@ end
 if phase == 'p' then
   if after == '' then
     -- Reading them is enough: what is of the wrong type is set aside.
-    redis.call('XLEN', KEY.events)
-    redis.call('XLEN', KEY.quarantine)
-    redis.call('HLEN', KEY.placements)
-    redis.call('HLEN', KEY.placement_reasons)
-    redis.call('HLEN', KEY.profiles)
+    for _, stream in ipairs({KEY.events, KEY.quarantine, KEY.reclaim_history, KEY.samples}) do
+      redis.call('XLEN', stream)
+    end
+    for _, hash in ipairs({KEY.placements, KEY.placement_reasons, KEY.profiles, KEY.quotas}) do
+      redis.call('HLEN', hash)
+    end
     redis.call('ZCARD', KEY.ended_reclaims)
+    redis.call('ZCARD', KEY.placement_names)
+    if has_quotas and redis.call('EXISTS', KEY.quotas) == 0 then
+      -- Coordinators that have a file of quotas write them anew.
+      set_aside(KEY.quotas, 'is lost')
+      redis.call('HSET', KEYS[1], 'quotas', '')
+    end
     check_reclaims()
   end
   local last = check_members(KEY.producers, KEY.producers_seen, check_producer)

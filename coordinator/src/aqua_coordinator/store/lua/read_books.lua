@@ -8,7 +8,7 @@
 --           consumers_after}: where to go on, the last names again at the end
 --            counts: all members, silence_us of the one heard longest ago, open reclaims, leases
 --                    that are rightful, records set aside since the books were made, and how long
---                    the clock stood, stood_{reason}_us
+--                    the clock stood, stood_{reason}_us; whether there are quotas, 1 or 0
 --            sums: what the part's members offer, have on lease, and want, and their leases by
 --                  state, those in the initial one left out
 -- @flags no-writes
@@ -48,6 +48,7 @@ for _, reason in ipairs({'absence', 'refusal', 'silence'}) do
     whole(redis.call('HGET', KEYS[1], 'stood_' .. reason .. '_us')) or 0)
 end
 count('quarantined', whole(redis.call('HGET', KEYS[1], 'quarantined')) or 0)
+count('quotas', has_quotas and 1 or 0)
 count('rightful', redis.call('ZCARD', KEY.deadlines))
 count('reclaims', redis.call('ZCARD', KEY.reclaims) - redis.call('ZCARD', KEY.ended_reclaims))
 for role, keys in pairs({
