@@ -88,6 +88,25 @@ PROFILES: Final = {
 }
 
 
+def offline_pool(seed: int) -> Iterator[Arrival]:
+    """Requests without end, as `online_load.write_offline_file` draws them."""
+    for number in itertools.count():
+        for index, (prompt, output) in enumerate(draw_lengths(500, seed + 1 + number)):
+            tokens = min(FULL.longest_prompt, OFFLINE_PROMPT * prompt)
+            yield Arrival(f"offline-{number}-{index}", 0.0, tokens, output)
+
+
+def times_by(profile: StepTimeProfile) -> IterationTime:
+    """A clock by which steps take what a profile says."""
+
+    def step_s(batch: ScheduledBatch) -> float:
+        pairs = sum(chunk.tokens * (chunk.context + chunk.tokens / 2) for chunk in batch.chunks)
+        count = batch.decoding_count + len(batch.chunks)
+        return profile.seconds(StepLoad(batch.tokens, batch.decode_context_tokens, pairs, count))
+
+    return IterationTime("exact", lambda _: 0.0, step_s, lambda _: 0.0)
+
+
 class Bench:
     """Engines of one kind, and the objectives of its online requests."""
 
@@ -102,7 +121,7 @@ class Bench:
             OBJECTIVE_FACTOR * max(run.tpot_p99_s for run in alone),
         )
         self.rate_per_s = 1 / statistics.fmean(run.steps[-1].end_s for run in alone)
-        filler = self.serve([], FILLER_S, self.offline(), CoServingPolicyName.CONSERVE)
+        filler = self.serve([], FILLER_S, offline_pool(seed), CoServingPolicyName.CONSERVE)
         self.filler_per_s = filler.tokens_per_s(0.0, FILLER_S)
 
     def serve(
@@ -121,21 +140,7 @@ class Bench:
             ConserveSettings.model_validate(settings),
             block_tokens=SPEC.block_tokens,
         )
-        times = IterationTime("exact", lambda _: 0.0, self._step_s, lambda _: 0.0)
-        return CoServingEngine(SPEC, times, made, offline).run(online, until_s)
-
-    def offline(self) -> Iterator[Arrival]:
-        """Requests without end, as `online_load.write_offline_file` draws them."""
-        for number in itertools.count():
-            for index, (prompt, output) in enumerate(draw_lengths(500, self.seed + 1 + number)):
-                tokens = min(FULL.longest_prompt, OFFLINE_PROMPT * prompt)
-                yield Arrival(f"offline-{number}-{index}", 0.0, tokens, output)
-
-    def _step_s(self, batch: ScheduledBatch) -> float:
-        pairs = sum(chunk.tokens * (chunk.context + chunk.tokens / 2) for chunk in batch.chunks)
-        count = batch.decoding_count + len(batch.chunks)
-        load = StepLoad(batch.tokens, batch.decode_context_tokens, pairs, count)
-        return self.profile.seconds(load)
+        return CoServingEngine(SPEC, times_by(self.profile), made, offline).run(online, until_s)
 
     def compare(self, cv: float) -> Iterator[dict[str, Any]]:
         """One load under each share."""
@@ -150,7 +155,7 @@ class Bench:
                 if share is None
                 else {"safepoints": SPEC.layer_count, "abort_share": share}
             )
-            run = self.serve(online, end_s, self.offline(), **limit)
+            run = self.serve(online, end_s, offline_pool(self.seed), **limit)
             offline_per_s = run.tokens_per_s(0.0, end_s, ServiceClass.OFFLINE)
             yield {
                 "cv": cv,

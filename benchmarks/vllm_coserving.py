@@ -101,7 +101,7 @@ def main(
     requests: Annotated[int, typer.Option(help="Online requests of a load.", min=20)] = 500,
     loads: Annotated[int, typer.Option(help="Loads, from the calmest on.", min=1, max=5)] = 5,
     seed: Annotated[int, typer.Option(help="Of arrivals and lengths.", min=0)] = 0,
-    step_profile: Annotated[Path | None, typer.Option(help="Else it is measured.")] = None,
+    step_profile: Annotated[Path | None, typer.Option(help="A file; else it is measured.")] = None,
     records: Annotated[Path | None, typer.Option(help="Keeps loads; a run goes on here.")] = None,
 ) -> None:
     """Measure co-serving against engines without offline work."""
@@ -134,13 +134,14 @@ def main(
             lambda load: serve(engines["online"], Order(load)), lengths[:ALONE_COUNT]
         )
         note(", ".join(f"{name} {value:.3g}" for name, value in inputs.items()))
-        profile = str(step_profile or measure_steps(model, folder))
-        aqua = co_serving_options(inputs, step_profile=profile)
+        profile = step_profile or measure_steps(model, folder)
+        step_times = json.loads(profile.read_text())
+        aqua = co_serving_options(inputs, step_profile=str(profile))
         ours = engines["ours"] = start("ours", aqua)
         ours.await_ready()
-        made = make_loads(lengths, 1 / inputs["service_s"], seed)
+        made = dict(make_loads(lengths, 1 / inputs["service_s"], seed)[:loads])
         runs = {}
-        for name, load in ({"trace": OnlineLoad(given)} if given else dict(made[:loads])).items():
+        for name, load in ({"trace": OnlineLoad(given)} if given else made).items():
             if name in found:
                 note(f"{name}: as recorded")
                 continue
@@ -153,13 +154,17 @@ def main(
         for name in ("control", "priority"):
             engines.pop(name).close()
         ours.fault.touch()
-        crowd = OnlineLoad.at_once(draw_lengths(FAULTY_COUNT, seed), 1.0)
-        faulty = race(engines, orders(engines, crowd, offline, seed + 1))
+        lengths = draw_lengths(FAULTY_COUNT, seed)
+        faulty = race(engines, orders(engines, OnlineLoad.at_once(lengths, 1.0), offline, seed + 1))
     summary = summarize(found) | {"negative_control_differs": differing_answers(faulty) > 0}
     if as_json or with_raw:
-        machine = {"cpus": os.cpu_count(), "machine": platform.processor() or platform.machine()}
-        raw = {"raw": {"runs": runs, "faulty": faulty}} if with_raw else {}
-        print(json.dumps(summary | {"loads": found, "inputs": inputs, "machine": machine} | raw))
+        summary |= {
+            "loads": found,
+            "inputs": inputs,
+            "machine": {"cpus": os.cpu_count(), "machine": platform.machine()},
+        }
+        samples = {"raw": {"runs": runs, "faulty": faulty, "step_profile": step_times}}
+        print(json.dumps(summary | (samples if with_raw else {})))
     else:
         show(summary)
 
@@ -182,7 +187,7 @@ def read_records(
 
 
 def measure_steps(model: Path, folder: Path) -> Path:
-    """A folder with the step-time profile of this engine, measured as its operator would."""
+    """The step-time profile of this engine, measured as its operator would."""
     note("measuring step times")
     flags = ["--scheduler-cls", "aqualib.engines.vllm.AquaScheduler"]
     flags += ["--middleware", "aqualib.engines.vllm.AquaMiddleware"]
@@ -197,7 +202,7 @@ def measure_steps(model: Path, folder: Path) -> Path:
         # What it says is shown beside what goes on.
         if subprocess.run(command, env=os.environ | token, stdout=2, check=False).returncode:
             sys.exit("the step times could not be measured")
-    return profiles
+    return next(profiles.glob("*.json"))
 
 
 def make_loads(lengths: Lengths, rate: float, seed: int) -> list[tuple[str, OnlineLoad]]:
