@@ -93,7 +93,7 @@ def main(
         inputs = measure_alone(
             lambda load: serve(engines["online"], Order(load)), lengths[:ALONE_COUNT]
         )
-        profile = str(step_profile or measure_steps(model, folder, FULL))
+        profile = str(step_profile or measure_steps(model, folder))
         engines["ours"] = start("ours", co_serving_options(inputs, step_profile=profile))
         engines["stock priority"] = start("stock-priority", scheduling_policy="priority")
         engines["no gateway"] = start("no-gateway")
