@@ -101,7 +101,9 @@ def main(
     requests: Annotated[int, typer.Option(help="Online requests of a load.", min=20)] = 500,
     loads: Annotated[int, typer.Option(help="Loads, from the calmest on.", min=1, max=5)] = 5,
     seed: Annotated[int, typer.Option(help="Of arrivals and lengths.", min=0)] = 0,
-    step_profile: Annotated[Path | None, typer.Option(help="A file; else it is measured.")] = None,
+    step_profile: Annotated[
+        Path | None, typer.Option(help="Else it is measured.", exists=True, dir_okay=False)
+    ] = None,
     records: Annotated[Path | None, typer.Option(help="Keeps loads; a run goes on here.")] = None,
 ) -> None:
     """Measure co-serving against engines without offline work."""
@@ -149,8 +151,7 @@ def main(
             runs[name] = race(engines, orders(engines, load, offline, seed))
             found[name] = compare(runs[name])
             note(json.dumps(found[name]))
-            if records is not None:
-                write_text(records, json.dumps({"settings": settings, "loads": found}))
+            write_records(records, settings, found)
         for name in ("control", "priority"):
             engines.pop(name).close()
         ours.fault.touch()
@@ -158,11 +159,8 @@ def main(
         faulty = race(engines, orders(engines, OnlineLoad.at_once(lengths, 1.0), offline, seed + 1))
     summary = summarize(found) | {"negative_control_differs": differing_answers(faulty) > 0}
     if as_json or with_raw:
-        summary |= {
-            "loads": found,
-            "inputs": inputs,
-            "machine": {"cpus": os.cpu_count(), "machine": platform.machine()},
-        }
+        machine = {"cpus": os.cpu_count(), "machine": platform.processor() or platform.machine()}
+        summary |= {"loads": found, "inputs": inputs, "machine": machine}
         samples = {"raw": {"runs": runs, "faulty": faulty, "step_profile": step_times}}
         print(json.dumps(summary | (samples if with_raw else {})))
     else:
@@ -181,9 +179,15 @@ def read_records(
         if kept["settings"] == settings:
             return loads
         other = f"of {kept['settings']}, not of {settings}"
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         other = f"no such file: {type(error).__name__}: {error}"
     sys.exit(f"{path} is {other}. Name another file, which need not be there")
+
+
+def write_records(path: Path | None, settings: Mapping[str, Any], loads: Mapping[str, Any]) -> None:
+    """Keep loads for `read_records`, if anywhere."""
+    if path is not None:
+        write_text(path, json.dumps({"settings": settings, "loads": loads}))
 
 
 def measure_steps(model: Path, folder: Path) -> Path:

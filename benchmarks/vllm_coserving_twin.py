@@ -22,16 +22,15 @@ import json
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 
+from _twin import CONTROL, Engines, Figures, show, summarize
 from abort_limit import SPEC, offline_pool, times_by
-from aqua_cli import print_table
 from aqua_demo.engines.online_load import busy_s
-from aqua_demo.engines.race import Run, offline_rate, ttft
+from aqua_demo.engines.race import Run, busy_share, offline_rate, ttft
 from aqua_schedulers.conserve import (
     CoServingPolicyName,
     Objectives,
@@ -42,27 +41,11 @@ from aqua_schedulers.conserve import (
 from aqua_simulator.co_serving.engine import CoServingEngine
 from aqua_simulator.co_serving.job import CoServingRun
 from aqua_simulator.serving.request import Arrival
+from vllm_profiler import ENGINE_PYTHON, require_environments
 
-ENGINE_PYTHON: Final = Path(".venv-engine/bin/python")
 ROUNDS: Final = 8
 """Of finding the pace, which requests that overlap depend on. Doubled, nothing changes."""
-FIGURES: Final = ("ttft_mean", "completion_mean")
 TERMS: Final = ("floor_s", "token_s", "context_token_s", "pair_s", "request_s")
-
-Figures = dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """One load on real engines and on the simulator's: figures by engine.
-
-    Attributes:
-        pace: Of steps, over what they took when they were measured.
-    """
-
-    pace: float
-    real: dict[str, Figures]
-    simulated: dict[str, Figures]
 
 
 def main(
@@ -76,20 +59,25 @@ def main(
     """Compare co-serving on a real engine with a simulated one."""
     text = measured(requests, loads, seed) if raw is None else raw.read_text()
     document = json.loads(text)
+    if "step_profile" not in document.get("raw", {}):
+        raise typer.BadParameter("not printed by `vllm_coserving.py --raw`", param_hint="--raw")
     profile = StepTimeProfile.model_validate(document["raw"]["step_profile"])
     objectives = Objectives(document["inputs"]["ttft_s"], document["inputs"]["tpot_s"])
-    found = {
-        name: compare(runs, profile, objectives, seed)
-        for name, runs in document["raw"]["runs"].items()
-    }
+    pairs, paces = [], []
+    for runs in document["raw"]["runs"].values():
+        pace, real, simulated = compare(runs, profile, objectives, seed)
+        paces.append(pace)
+        pairs.append((real, simulated))
+    found = {"loads": len(pairs)} | summarize(pairs, "online") | {"paces": paces}
     if as_json:
-        print(json.dumps(summarize([*found.values()])))
+        print(json.dumps(found))
     else:
-        show(summarize([*found.values()]))
+        show(found, ("online", "ours"))
 
 
 def measured(requests: int, loads: int, seed: int) -> str:
     """The output of `vllm_coserving.py`; its notes go to standard error."""
+    require_environments()
     program = Path(__file__).with_name("vllm_coserving.py")
     counts = ("--requests", requests, "--loads", loads, "--seed", seed)
     command = [str(ENGINE_PYTHON), str(program), "--raw", *map(str, counts)]
@@ -101,8 +89,8 @@ def measured(requests: int, loads: int, seed: int) -> str:
 
 def compare(
     runs: dict[str, Run], profile: StepTimeProfile, objectives: Objectives, seed: int
-) -> Compared:
-    """A load on real engines beside the simulator's at their pace."""
+) -> tuple[float, Engines, Engines]:
+    """The pace of a load's steps; figures of real engines, and of the simulator's at that pace."""
     rows = runs["online"]["online"]
     online = [
         Arrival(str(at), row["arrival_s"], row["prompt_tokens"], row["output_tokens"])
@@ -117,11 +105,11 @@ def compare(
         engine = CoServingEngine(SPEC, times_by(steps), policy, pool)
         return engine.run(online, runs["ours"]["seconds"] if co_serves else 0.0)
 
-    pace = 1.0
+    pace, busy_real_s = 1.0, busy_share(runs[CONTROL]) * runs[CONTROL]["seconds"]
     for _ in range(ROUNDS):
         served = serve(pace, co_serves=False).served
-        pace *= busy_of(runs["control"]) / busy_s([(r.arrival_s, r.last_token_s) for r in served])
-    real = {name: real_figures(runs[name]) for name in ("online", "control", "ours")}
+        pace *= busy_real_s / busy_s([(row.arrival_s, row.last_token_s) for row in served])
+    real = {name: real_figures(runs[name]) for name in ("online", CONTROL, "ours")}
     real["ours"]["offline_tokens_per_s"] = offline_rate(runs["ours"])
     simulated = {}
     for name, co_serves in (("online", False), ("ours", True)):
@@ -133,12 +121,7 @@ def compare(
         if co_serves:
             rate = run.tokens_per_s(0.0, runs["ours"]["seconds"], ServiceClass.OFFLINE)
             simulated[name]["offline_tokens_per_s"] = rate
-    return Compared(pace, real, simulated)
-
-
-def busy_of(run: Run) -> float:
-    """Seconds in which any online request was unfinished."""
-    return busy_s([(row["arrival_s"], row["end_s"]) for row in run["online"]])
+    return pace, real, simulated
 
 
 def real_figures(run: Run) -> Figures:
@@ -149,49 +132,6 @@ def real_figures(run: Run) -> Figures:
             row["end_s"] - row["arrival_s"] for row in run["online"]
         ),
     }
-
-
-def summarize(found: list[Compared]) -> dict[str, Any]:
-    """Errors, what equal engines differ by, and directions."""
-    summary: dict[str, Any] = {"loads": len(found), "paces": [each.pace for each in found]}
-    spread = {
-        figure: statistics.median(
-            abs(each.real["control"][figure] / each.real["online"][figure] - 1) for each in found
-        )
-        for figure in FIGURES
-    }
-    for name in ("online", "ours"):
-        summary[name] = {}
-        for figure in found[0].simulated[name]:
-            errors = [each.simulated[name][figure] / each.real[name][figure] - 1 for each in found]
-            summary[name][f"{figure}_error"] = statistics.median(errors)
-            summary[name][f"{figure}_worst"] = max(errors, key=abs)
-    changes = [
-        (change_of(each.real, figure), change_of(each.simulated, figure))
-        for each in found
-        for figure in FIGURES
-        if abs(change_of(each.real, figure)) > spread[figure]
-    ]
-    rights = sum((real > 0) == (simulated > 0) for real, simulated in changes)
-    return summary | {"spread": spread, "directions": len(changes), "directions_right": rights}
-
-
-def change_of(figures: dict[str, Figures], figure: str) -> float:
-    """By which share co-serving makes a figure larger."""
-    return figures["ours"][figure] / figures["online"][figure] - 1
-
-
-def show(summary: dict[str, Any]) -> None:
-    """A row for each engine."""
-    rows = []
-    for name in ("online", "ours"):
-        errors = [f"{value:+.1%}" for value in summary[name].values()]
-        rows.append([name, *errors, *["-"] * (6 - len(errors))])
-    spread = [text for each in summary["spread"].values() for text in (f"±{each:.1%}", "")]
-    rows.append(["equal engines", *spread, "-", ""])
-    columns = ["", "mean TTFT", "worst", "mean completion", "worst", "offline tokens", "worst"]
-    print_table("simulated to real", columns, rows)
-    print(f"directions: {summary['directions_right']} of {summary['directions']} right")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import numpy as np
 import typer
@@ -27,7 +27,7 @@ from scipy.optimize import nnls
 
 from _burst_race import note, race, started
 from _bursts import KINDS, STABLE_SHARE, paper_burst
-from aqua_cli import print_table
+from _twin import CONTROL, Engines, Figures, show, summarize
 from aqua_demo.engines.online_load import Arrival
 from aqua_schedulers.cfs import PolicyName
 from burst_model import StepCosts
@@ -35,7 +35,6 @@ from burst_model import serve as simulate
 from vllm_burst import (
     CALM_TRIAL_COUNT,
     CAPACITY_COUNT,
-    CONTROL,
     POLICY_NAMES,
     calm,
     completions,
@@ -51,9 +50,6 @@ SIMULATED: Final = {
 }
 """Policy, and whether it pages, of each scheduler of `vllm_burst.py`."""
 SLICE: Final = 4
-FIGURES: Final = ("ttft_mean", "completion_mean")
-
-Means = dict[str, float]
 
 
 def main(
@@ -84,11 +80,11 @@ def main(
             now = {name: StepCosts(*(pace * each for each in cost)) for name, cost in costs.items()}
             real = {name: means(run["rows"]) for name, run in runs.items()}
             pairs.append((real, twin(load, now, blocks)))
-    found = summarize(pairs) | {"paces": paces}
+    found = {"bursts": len(pairs)} | summarize(pairs, "fcfs") | {"paces": paces}
     if as_json:
         print(json.dumps(found | {"costs": {name: each._asdict() for name, each in costs.items()}}))
     else:
-        show(found)
+        show(found, POLICY_NAMES)
 
 
 def costs_of(steps: list[list[float]]) -> StepCosts:
@@ -105,7 +101,7 @@ def pace_of(steps: list[list[float]], costs: StepCosts) -> float:
     return float(rows[:, 4].sum() / (causes @ np.array(costs)).sum())
 
 
-def means(rows: list[dict[str, float]]) -> Means:
+def means(rows: list[dict[str, float]]) -> Figures:
     """Mean seconds to the first token and to the last."""
     return {
         "ttft_mean": statistics.fmean(ttfts(rows)),
@@ -113,7 +109,7 @@ def means(rows: list[dict[str, float]]) -> Means:
     }
 
 
-def twin(load: list[Arrival], costs: dict[str, StepCosts], blocks: int) -> dict[str, Means]:
+def twin(load: list[Arrival], costs: dict[str, StepCosts], blocks: int) -> Engines:
     """The same burst on the simulator's engine, under each scheduler."""
     found = {}
     for name, (policy, pages) in SIMULATED.items():
@@ -123,52 +119,6 @@ def twin(load: list[Arrival], costs: dict[str, StepCosts], blocks: int) -> dict[
             "completion_mean": statistics.fmean(row.completion_s for row in rows),
         }
     return found
-
-
-def summarize(pairs: list[tuple[dict[str, Means], dict[str, Means]]]) -> dict[str, Any]:
-    """Errors of each scheduler, what equal engines differ by, and directions."""
-    found: dict[str, Any] = {"bursts": len(pairs)}
-    spread = {
-        figure: statistics.median(
-            abs(real[CONTROL][figure] / real["fcfs"][figure] - 1) for real, _ in pairs
-        )
-        for figure in FIGURES
-    }
-    for name in POLICY_NAMES:
-        found[name] = {}
-        for figure in FIGURES:
-            errors = [model[name][figure] / real[name][figure] - 1 for real, model in pairs]
-            found[name][f"{figure}_error"] = statistics.median(errors)
-            found[name][f"{figure}_worst"] = max(errors, key=abs)
-    sides = [
-        (real[name][figure] < real["fcfs"][figure]) == (model[name][figure] < model["fcfs"][figure])
-        for real, model in pairs
-        for name in POLICY_NAMES[1:]
-        for figure in FIGURES
-        if abs(real[name][figure] / real["fcfs"][figure] - 1) > spread[figure]
-    ]
-    return found | {"spread": spread, "directions": len(sides), "directions_right": sum(sides)}
-
-
-def show(found: dict[str, Any]) -> None:
-    """A row for each scheduler."""
-    rows = [
-        [
-            name,
-            *(
-                f"{found[name][f'{figure}_{which}']:+.1%}"
-                for figure in FIGURES
-                for which in ("error", "worst")
-            ),
-        ]
-        for name in POLICY_NAMES
-    ]
-    spread = found["spread"]
-    rows.append(
-        ["equal engines", *(text for figure in FIGURES for text in (f"±{spread[figure]:.1%}", ""))]
-    )
-    print_table("simulated to real", ["", "mean TTFT", "worst", "mean completion", "worst"], rows)
-    print(f"directions: {found['directions_right']} of {found['directions']} right")
 
 
 if __name__ == "__main__":

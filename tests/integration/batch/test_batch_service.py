@@ -252,19 +252,25 @@ def test_a_cancelled_batch_is_broken_off_at_the_engine(
 
 
 def test_a_batch_expires_with_its_window(client: openai.OpenAI) -> None:
-    batch = submit(client, [chat_line("a", "fine"), chat_line("b", "hold for expiry")], "1s")
-    ended = wait_until(client, batch.id)
-    assert ended.status == "expired"
-    assert ended.expired_at
-    expired = {each["custom_id"]: each["error"] for each in records(client, ended.error_file_id)}
-    answered = records(client, ended.output_file_id) if ended.output_file_id else []
-    # On a busy machine the other one may not be answered within a second, either.
-    assert expired.keys() == {"a", "b"} - {each["custom_id"] for each in answered}
-    assert expired["b"] == {
-        "code": "batch_expired",
-        "message": "This request could not be executed before the completion window expired.",
-    }
-    assert expired.get("a", expired["b"]) == expired["b"]
+    # On a busy machine the first may not be answered within a second, either: then it expires, too.
+    for window in ("1s", "10s", "100s"):
+        batch = submit(client, [chat_line("a", "fine"), chat_line("b", "hold for expiry")], window)
+        ended = wait_until(client, batch.id)
+        assert ended.status == "expired"
+        assert ended.expired_at
+        answered = records(client, ended.output_file_id) if ended.output_file_id else []
+        late = records(client, ended.error_file_id)
+        assert sorted(each["custom_id"] for each in (*answered, *late)) == ["a", "b"]
+        assert "b" in {each["custom_id"] for each in late}
+        for each in late:
+            assert each["error"] == {
+                "code": "batch_expired",
+                "message": "This request could not be executed before the completion window "
+                "expired.",
+            }
+        if answered:
+            return
+    pytest.fail("no window was long enough for one answer")
 
 
 def test_a_batch_runs_in_blendserves_order_once_that_is_found(tmp_path: Path) -> None:
