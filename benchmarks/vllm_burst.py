@@ -28,6 +28,9 @@ waited there was no contention, and no figure means anything: that is said, and 
 Throughput is output tokens over busy time, in which any request was unfinished: neither an idle
 engine nor the last arrival decides it.
 
+With `--records FILE` each burst and each turn without contention is kept when it ends, and the
+next run with the same options goes on there.
+
 What it shows: waiting, slicing, and the cost of paging relative to that of computing, on one real
 engine. What it does not: a GPU's numbers. A CPU computes a prompt slowly, so recomputing looks
 worse than on a GPU, and memory is as near as the store, so paging looks better than over PCIe.
@@ -40,7 +43,10 @@ import math
 import os
 import platform
 import random
+import signal
 import statistics
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -59,6 +65,7 @@ from _bursts import (
     steady,
     throughput,
 )
+from _records import Records
 from aqua_demo.engines.online_load import Arrival, Lengths, p99
 
 CAPACITY_COUNT: Final = 60
@@ -116,6 +123,7 @@ def main(  # noqa: PLR0913 - a command has as many arguments as options
     ] = STABLE_SHARE,
     slice_iterations: Annotated[int, typer.Option(help="Engine steps of a slice.", min=1)] = 4,
     plot: Annotated[Path | None, typer.Option(help="Where to draw TTFT and TPOT (PNG).")] = None,
+    records: Annotated[Path | None, typer.Option(help="Keeps bursts; a run goes on here.")] = None,
 ) -> None:
     """Measure bursts under four schedulers."""
     if kind not in KINDS:
@@ -123,29 +131,34 @@ def main(  # noqa: PLR0913 - a command has as many arguments as options
     if speed is not None and not (0 < speed < math.inf):
         raise typer.BadParameter("a factor above 0", param_hint="--speed")
     traces = [read_trace(path, blocks * BLOCK_TOKENS // 4) for path in trace or []]
+    inputs = {
+        "blocks": blocks,
+        "block_tokens": BLOCK_TOKENS,
+        "slice_iterations": slice_iterations,
+        "model": SHAPE,
+    }
+    drawing = {"kind": kind, "bursts": bursts, "seed": seed}
+    played_traces = {"traces": [str(path) for path in trace or []], "speed": speed}
+    kept = Records(records, inputs | drawing | played_traces | {"stable": stable})
+    # Else engines that have no turn stay behind for ever.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = policies(slice_iterations)
     tier = {**(options["best"] or {}), "prefix_tier": True}
     if not bursts and not traces:
         options = {"fcfs": None, "best": options["best"]}
     with started({**options, CONTROL: None, TIER: tier}, blocks) as engines:
         if traces:
-            loads, found = played(engines["fcfs"], traces, speed, stable)
+            loads, found = played(engines["fcfs"], traces, speed, stable, kept)
         elif bursts:
-            loads, found = drawn(engines["fcfs"], kind, bursts, seed, stable)
+            loads, found = drawn(engines["fcfs"], kind, bursts, seed, stable, kept)
         else:
             loads, found = [], {}
         raw: dict[str, dict[str, Any]] = {name: {"bursts": [], "idle": []} for name in engines}
-        serve(engines, loads, raw)
+        serve(engines, loads, raw, kept)
     summary = summarize(raw)
     if plot is not None and loads:
         draw({name: raw[name]["bursts"][0]["rows"] for name in POLICY_NAMES}, plot)
     if as_json:
-        inputs = {
-            "blocks": blocks,
-            "block_tokens": BLOCK_TOKENS,
-            "slice_iterations": slice_iterations,
-            "model": SHAPE,
-        }
         machine = {"cpus": os.cpu_count(), "machine": platform.processor() or platform.machine()}
         samples = {"raw": raw, "loads": loads} if with_raw else {}
         print(json.dumps(summary | {"inputs": inputs | found, "machine": machine} | samples))
@@ -154,20 +167,25 @@ def main(  # noqa: PLR0913 - a command has as many arguments as options
 
 
 def serve(
-    engines: dict[str, Bench], loads: list[list[Arrival]], raw: dict[str, dict[str, Any]]
+    engines: dict[str, Bench],
+    loads: list[list[Arrival]],
+    raw: dict[str, dict[str, Any]],
+    kept: Records,
 ) -> None:
     """Race the engines over the bursts, and without contention; figures go into `raw`."""
     rivals = {name: each for name, each in engines.items() if name in POLICY_NAMES}
     for index, load in enumerate(loads):
         note(f"burst {index + 1} of {len(loads)}: {len(load)} requests")
-        for name, figures in race(rivals, load).items():
+        figures_of = kept.once(f"burst {index}", partial(race, rivals, load))
+        for name, figures in figures_of.items():
             raw[name]["bursts"].append(figures)
         if not raw["fcfs"]["bursts"][-1]["most_waiting"]:
             note("nothing waited: no contention, so no figure means anything; try more --speed")
     note("turns without contention")
     rivals = {name: each for name, each in engines.items() if name != "recompute"}
-    for _ in range(IDLE_ROUNDS):
-        for name, figures in race(rivals, IDLE).items():
+    for index in range(IDLE_ROUNDS):
+        figures_of = kept.once(f"idle round {index}", partial(race, rivals, IDLE))
+        for name, figures in figures_of.items():
             raw[name]["idle"].append(figures["rows"])
             raw[name]["paged"] = figures["paged"]
 
@@ -187,24 +205,25 @@ def policies(slice_iterations: int) -> dict[str, dict[str, Any] | None]:
 
 
 def drawn(
-    fcfs: Bench, kind: str, count: int, seed: int, stable: float
+    fcfs: Bench, kind: str, count: int, seed: int, stable: float, kept: Records
 ) -> tuple[list[list[Arrival]], dict[str, Any]]:
     """Bursts of a kind of lengths, and what was measured for them."""
     draw_kind = KINDS[kind]
-    rate, service_s, found = calm(fcfs, stable, draw_kind(CAPACITY_COUNT + CALM_TRIAL_COUNT, -1))
+    lengths = draw_kind(CAPACITY_COUNT + CALM_TRIAL_COUNT, -1)
+    rate, service_s, found = kept.once("calm", partial(calm, fcfs, stable, lengths))
     loads = [paper_burst(rate, service_s, seed + index, draw_kind) for index in range(count)]
     return loads, found | {"seed": seed, "kind": kind}
 
 
 def played(
-    fcfs: Bench, traces: list[list[Arrival]], speed: float | None, stable: float
+    fcfs: Bench, traces: list[list[Arrival]], speed: float | None, stable: float, kept: Records
 ) -> tuple[list[list[Arrival]], dict[str, Any]]:
     """Traces at a speed, and what was measured for each."""
     loads, measured = [], []
     for index, trace in enumerate(traces):
         lengths = [(prompt, output) for _, prompt, output in trace]
         some = random.Random(index).choices(lengths, k=CAPACITY_COUNT + CALM_TRIAL_COUNT)
-        rate, service_s, found = calm(fcfs, stable, some)
+        rate, service_s, found = kept.once(f"calm {index}", partial(calm, fcfs, stable, some))
         factor = speed or contending_speed(trace, rate, service_s)
         note(f"trace {index + 1} is played {factor:.3g} times as fast as it was recorded")
         loads.append(faster(trace, factor))

@@ -44,6 +44,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -51,7 +52,7 @@ import typer
 
 from _burst_race import SHAPE, note
 from _bursts import read_trace
-from aqua_cli.files import write_text
+from _records import Records
 from aqua_demo.co_serving.report import figures_of
 from aqua_demo.engines.online_load import Lengths, OnlineLoad, draw_lengths, write_offline_file
 from aqua_demo.engines.race import (
@@ -108,8 +109,7 @@ def main(
 ) -> None:
     """Measure co-serving against engines without offline work."""
     require_environments()
-    settings = {"requests": requests, "seed": seed, "trace": str(trace or "")}
-    found = read_records(records, settings)
+    kept = Records(records, {"requests": requests, "seed": seed, "trace": str(trace or "")})
     # Else engines that have no turn stay stopped for ever.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with contextlib.ExitStack() as stack:
@@ -142,16 +142,17 @@ def main(
         ours = engines["ours"] = start("ours", aqua)
         ours.await_ready()
         made = dict(make_loads(lengths, 1 / inputs["service_s"], seed)[:loads])
-        runs = {}
-        for name, load in ({"trace": OnlineLoad(given)} if given else made).items():
-            if name in found:
-                note(f"{name}: as recorded")
-                continue
+        runs: dict[str, dict[str, Run]] = {}
+
+        def measured(name: str, load: OnlineLoad) -> dict[str, float | None]:
             note(f"{name}: {len(load.arrivals)} requests in {load.length_s:.0f} s")
             runs[name] = race(engines, orders(engines, load, offline, seed))
-            found[name] = compare(runs[name])
-            note(json.dumps(found[name]))
-            write_records(records, settings, found)
+            return compare(runs[name])
+
+        found = {}
+        for name, load in ({"trace": OnlineLoad(given)} if given else made).items():
+            found[name] = kept.once(name, partial(measured, name, load))
+            note(f"{name}: {json.dumps(found[name])}")
         for name in ("control", "priority"):
             engines.pop(name).close()
         ours.fault.touch()
@@ -165,29 +166,6 @@ def main(
         print(json.dumps(summary | (samples if with_raw else {})))
     else:
         show(summary)
-
-
-def read_records(
-    path: Path | None, settings: Mapping[str, Any]
-) -> dict[str, dict[str, float | None]]:
-    """Loads that were measured with these settings; a file of others ends the program."""
-    if path is None or not path.exists():
-        return {}
-    try:
-        kept = json.loads(path.read_text())
-        loads: dict[str, dict[str, float | None]] = kept["loads"]
-        if kept["settings"] == settings:
-            return loads
-        other = f"of {kept['settings']}, not of {settings}"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        other = f"no such file: {type(error).__name__}: {error}"
-    sys.exit(f"{path} is {other}. Name another file, which need not be there")
-
-
-def write_records(path: Path | None, settings: Mapping[str, Any], loads: Mapping[str, Any]) -> None:
-    """Keep loads for `read_records`, if anywhere."""
-    if path is not None:
-        write_text(path, json.dumps({"settings": settings, "loads": loads}))
 
 
 def measure_steps(model: Path, folder: Path) -> Path:

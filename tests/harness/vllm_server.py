@@ -23,6 +23,9 @@ from harness.patience import variables
 
 START_WITHIN_S: Final = 900.0
 """Importing vLLM takes minutes beside busy neighbours; it decides nothing."""
+KEEP_ALIVE_S: Final = "600"
+"""Longer than any client here keeps an idle connection: what is sent at the moment of closing is
+lost. By default vLLM closes one after 5 s, as httpx does."""
 ONE_PROCESS: Final = ["-m", "vllm.entrypoints.openai.api_server", "--model"]
 VLLM_SERVE: Final = [sys.executable, str(Path(__file__).with_name("vllm_command.py")), "serve"]
 """Which starts as many API processes as it is told to."""
@@ -82,7 +85,12 @@ def serving_process(
         "--dtype": "float32",
     }
     arguments = [str(model), *chain.from_iterable(options.items()), "--enforce-eager", *flags]
-    ours = {"OMP_NUM_THREADS": "1", "AQUA_SLAB_BYTES": str(MIB), **environment}
+    ours = {
+        "OMP_NUM_THREADS": "1",
+        "AQUA_SLAB_BYTES": str(MIB),
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": KEEP_ALIVE_S,
+        **environment,
+    }
     with log.open("w") as sink:
         process = subprocess.Popen(
             [*command, *arguments],

@@ -32,7 +32,7 @@ import httpx
 
 from aqua_profiler.errors import EndpointError, EndpointGoneError, EndpointRefusedError
 from aqua_profiler.estimate.rate import confidence_of
-from aqua_profiler.load.endpoint import SHOWN
+from aqua_profiler.load.endpoint import KEEPALIVE_S, SHOWN
 from aqua_profiler.measure.memory import MemoryMeter
 from aqua_profiler.spec import BatchSpec
 from aqua_protocol import ConfigError
@@ -309,7 +309,11 @@ class HttpBatchProgram:
         if token:
             headers["Authorization"] = f"Bearer {token}"
         self._http = httpx.Client(
-            headers=headers, timeout=TIMEOUT_S, follow_redirects=True, trust_env=False
+            headers=headers,
+            timeout=TIMEOUT_S,
+            follow_redirects=True,
+            limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
+            trust_env=False,
         )
 
     def close(self) -> None:

@@ -198,7 +198,12 @@ def api_clients(deployed: Deployment) -> Iterator[list[httpx.Client]]:
     give_up_s = time.monotonic() + HANG_S
     while len(clients) < API_PROCESSES:
         assert time.monotonic() < give_up_s, f"only {list(clients)} answer"
-        client = httpx.Client(base_url=deployed.client.base_url, trust_env=False, timeout=HANG_S)
+        client = httpx.Client(
+            base_url=deployed.client.base_url,
+            trust_env=False,
+            timeout=HANG_S,
+            limits=httpx.Limits(keepalive_expiry=None),
+        )
         stream = client.get("/version").extensions["network_stream"]
         pid = deployed.answering(stream.get_extra_info("client_addr")[1])
         if pid in clients:

@@ -30,12 +30,15 @@ BACKLOG: Final = 2048
 """Connections that the kernel keeps until they are accepted, uvicorn's default. Doubled, more of
 them wait instead of being refused."""
 HEAD_S: Final = 5
-"""Seconds for the head of a request, as many as uvicorn keeps an idle connection. Without it a
-thousand connections of a stranger that send nothing take all descriptors of a usual process.
-Doubled, they do for twice as long."""
+"""Seconds for the head of a request. Without it a thousand connections of a stranger that send
+nothing take all descriptors of a usual process. Doubled, they do for twice as long."""
 GRACE_S: Final = 5
 """Seconds that HTTP requests under way get at a shutdown; an upload that is cut off is repeated.
 Doubled, a supervisor waits longer for one that hangs."""
+KEEP_ALIVE_S: Final = 10
+"""Seconds that an idle connection is kept: longer than the 5 for which httpx, and with it OpenAI's
+client, keeps one, for a request that is sent at the moment of closing is lost. Doubled, strangers'
+connections take descriptors for twice as long."""
 
 
 class _HttpProtocol(HttpLimits, HttpToolsProtocol):
@@ -84,6 +87,7 @@ class BatchServer(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=GRACE_S,
             )
         )

@@ -38,6 +38,9 @@ READY_WITHIN_S: Final = 900.0
 demo whose engine hangs says so a quarter of an hour later."""
 ANSWER_WITHIN_S: Final = 60.0
 """Seconds for metrics on a busy machine. Doubled, one that hangs is told of a minute later."""
+KEPT_S: Final = 2.0
+"""Seconds that an idle connection is kept: less than the 5 after which vLLM closes one, for a
+request sent at that moment is lost. Doubled, a slow machine may lose some."""
 EXACT: Final = {"ignore_eos": True, "return_token_ids": True}
 """Fields of vLLM's, for answers of known lengths that are compared token by token."""
 
@@ -80,7 +83,12 @@ class ApiServer:
             [*command, *flags_of(options | {"port": self.port})],
             {**ONE_THREAD, **quiet, **(environment or {})},
         )
-        self._http = httpx.Client(base_url=self.url, timeout=ANSWER_WITHIN_S, trust_env=False)
+        self._http = httpx.Client(
+            base_url=self.url,
+            timeout=ANSWER_WITHIN_S,
+            limits=httpx.Limits(keepalive_expiry=KEPT_S),
+            trust_env=False,
+        )
 
     @property
     def is_killed(self) -> bool:
