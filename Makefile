@@ -25,6 +25,11 @@ PYTEST_ARGS ?=
 TEST_PROCESSES ?= 2
 IN_PARALLEL = --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
+# What `make test` and `make test-slow` run: between them all that needs neither an engine nor a GPU,
+# nor more of Debian than a package or two.
+QUICK = (unit or contract or property or integration) and not slow and not engine and not gpu
+SLOW = (e2e or model or simulation or chaos or failover or slow) and not engine and not gpu
+
 # `make fuzz`: for how long, and the seed of everything (random when empty; a run prints its own).
 FUZZ_MINUTES ?= 10
 FUZZ_SEED ?=
@@ -148,15 +153,19 @@ check: $(READY) ## Answer in a minute: style, import arrows and the fast unit te
 	$(PY) -m pytest -q -m "unit and not slow" $(IN_PARALLEL) tests/unit $(PYTEST_ARGS)
 
 .PHONY: test
-test: $(READY) ## Run every tier that needs no more than Python; the same slice of slow ones each time
-	$(PY) -m pytest -m "not gpu and not engine and not dashboards and not release and not chart and not images and not console and not docs" $(IN_PARALLEL) $(PYTEST_ARGS)
+test: $(READY) ## Run the tests that need no more than Python, but for slow ones
+	$(PY) -m pytest -m "$(QUICK)" $(IN_PARALLEL) $(PYTEST_ARGS)
+
+.PHONY: test-slow
+test-slow: $(READY) ## Run the slow ones: commands and demos, a slice of chaos, failover, model, simulation
+	$(PY) -m pytest -m "$(SLOW)" $(IN_PARALLEL) $(PYTEST_ARGS)
 
 .PHONY: chaos
-chaos: $(READY) ## Kill every process at every step, KILLS=1000 times in all; test has a slice
+chaos: $(READY) ## Kill every process at every step, KILLS=1000 times in all; test-slow has a slice
 	AQUA_CHAOS_KILLS=$(KILLS) $(TIER) -m chaos tests/chaos $(PYTEST_ARGS)
 
 .PHONY: failover
-failover: $(READY) ## Lose the master of Redis 200 times under load: all of the tier, of which test has a slice
+failover: $(READY) ## Lose the master of Redis 200 times under load: all of the tier, of which test-slow has a slice
 	$(TIER) -m failover tests/failover $(PYTEST_ARGS)
 
 .PHONY: property
@@ -164,7 +173,7 @@ property: $(READY) ## Draw every example of the property tier, of which test has
 	$(TIER) -m property $(IN_PARALLEL) tests/property $(PYTEST_ARGS)
 
 .PHONY: model
-model: $(READY) ## Search the lease protocol on paper to its end with two faults; test allows one
+model: $(READY) ## Search the lease protocol on paper to its end with two faults; test-slow allows one
 	$(TIER) -m model tests/model $(PYTEST_ARGS)
 
 .PHONY: simulate

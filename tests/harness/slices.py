@@ -1,9 +1,9 @@
-"""How much of a slow tier a run takes: a seeded slice in `make test`, all of it on request.
+"""How much of a slow tier a run takes: a seeded slice by default, all of it on request.
 
-Some tests repeat one claim over many examples, victims or seeds. `make test` takes a slice of them,
-the same one every time, so that it stays short and nothing in it depends on luck. The targets for
-whole tiers (`make chaos`, `make property`) set AQUA_TESTS_WHOLE=1; AQUA_TESTS_SEED picks another
-slice, as `.ci/run` does.
+Some tests repeat one claim over many examples, victims or seeds. `make test` and `make test-slow`
+take a slice of them, the same one every time, so that they stay short and nothing in them depends
+on luck. The targets for whole tiers (`make chaos`, `make property`) set AQUA_TESTS_WHOLE=1;
+AQUA_TESTS_SEED picks another slice.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ scenario runs again and the process dies right before or right after that step. 
 started again under its old name, and the scenario goes on. A second consumer lives through it all
 with data of its own, so that a slab handed out twice would be seen.
 
-`make test` draws some of these deaths. `make chaos` takes each step of each process, and then later
-repetitions of steps until `KILLS` processes were killed.
+`make test-slow` draws some of these deaths. `make chaos` takes each step of each process, and then
+later repetitions of steps until `KILLS` processes were killed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ copies of the consumer, much the same situation again."""
 
 KILLS: Final = int(os.environ.get("AQUA_CHAOS_KILLS", "1000"))
 SLICE: Final = 4
-"""Kills of each victim that `make test` takes; `make chaos` takes its share of `KILLS`."""
+"""Kills of each victim that `make test-slow` takes; `make chaos` takes its share of `KILLS`."""
 
 AT_ONCE: Final = 4
 """Clusters at the same time."""

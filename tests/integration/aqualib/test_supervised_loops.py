@@ -143,6 +143,7 @@ def _members(
         yield producer, aqua
 
 
+@pytest.mark.slow
 def test_every_loop_of_members_outlives_a_fault_at_each_of_its_calls(
     coordinator: CoordinatorProcess,
 ) -> None:

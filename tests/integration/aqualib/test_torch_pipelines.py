@@ -45,7 +45,7 @@ PROFILE: Final = Profile(
 )
 
 # Both warn about themselves and each other; not ours to mend.
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 
 def tutorial() -> Any:  # noqa: ANN401 - a script, by its path

@@ -164,6 +164,7 @@ def test_a_stranger_is_in_no_trace() -> None:
         assert [each.trace_id for each in collector.spans] == [ours] == [span.trace_id]
 
 
+@pytest.mark.slow
 def test_without_being_asked_for_nothing_is_traced_or_imported() -> None:
     with OtlpReceiver() as collector:
         off = {**collector.environment, "AQUA_TRACING": "false"}

@@ -79,6 +79,7 @@ def test_no_more_requests_wait_for_the_answer_to_one_than_there_may_be(
     assert said.count(b" 200 OK") <= MAX_PIPELINED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", ["", "GET /healthz HT", "GET /healthz HTTP/1.1\r\nHost: x\r\n"])
 def test_a_head_that_does_not_come_is_not_waited_for(
     service: BatchServiceProcess, sent: str

@@ -111,6 +111,7 @@ async def test_two_services_do_not_both_give_a_tenant_its_last_room(database: st
         each.close()
 
 
+@pytest.mark.slow
 async def test_the_input_of_a_batch_is_not_deleted_while_that_is_created(
     database: str, tmp_path: Path
 ) -> None:

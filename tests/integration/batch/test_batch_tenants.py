@@ -64,6 +64,7 @@ async def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
     database.close()
 
 
+@pytest.mark.slow
 async def test_a_tenants_batch_waits_for_no_more_than_one_of_anothers(tmp_path: Path) -> None:
     """Inputs are read and outputs written one after the other, each tenant's in its turn."""
     database = Database(f"sqlite:///{tmp_path}/batch.db")

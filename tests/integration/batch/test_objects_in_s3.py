@@ -98,6 +98,7 @@ def test_objects_in_s3_are_those_of_a_folder(s3: Program) -> None:
         store.delete("outputs/3/c")
 
 
+@pytest.mark.slow
 def test_a_large_object_goes_through_little_memory(s3: Program) -> None:
     with Program(stream, "s3://bucket/aqua", within_s=HANG_S) as program:
         count, growth_mib = program.answer()

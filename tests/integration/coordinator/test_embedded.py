@@ -51,6 +51,7 @@ async def test_what_was_answered_survives_sigkill(kind: str, fsync: Fsync) -> No
             store.stop()
 
 
+@pytest.mark.slow
 async def test_what_was_answered_survives_sigkill_while_the_disk_is_slow(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -191,6 +191,7 @@ async def test_metrics_show_the_books_and_the_requests(http: httpx.AsyncClient) 
     assert grant.lease.lease_id not in text
 
 
+@pytest.mark.slow
 async def test_a_mistake_of_ours_is_answered_and_counted_on_both_ways(
     http: httpx.AsyncClient, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:

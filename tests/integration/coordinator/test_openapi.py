@@ -39,6 +39,8 @@ from harness.store_servers import short_directory
 
 pytest_plugins = ("schemathesis.pytest.plugin",)
 
+pytestmark = pytest.mark.slow
+
 CHECKS = [
     schemathesis.checks.not_a_server_error,
     status_code_conformance,

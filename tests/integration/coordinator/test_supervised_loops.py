@@ -123,6 +123,7 @@ async def grant_expire_and_tell(store_url: str, tokens: Path) -> None:
         watcher.listeners -= 1
 
 
+@pytest.mark.slow
 async def test_the_loops_of_a_service_outlive_a_fault_at_each_of_their_calls(
     store: EmbeddedValkey, tmp_path: Path
 ) -> None:
@@ -153,6 +154,7 @@ async def serving(store_url: str) -> AsyncIterator[int]:
             await serve
 
 
+@pytest.mark.slow
 async def test_the_reaper_of_connections_outlives_a_fault_at_each_of_its_calls(
     store: EmbeddedValkey,
 ) -> None:

@@ -12,7 +12,10 @@ import pytest
 from harness import promql
 
 PROMTOOL: Final = shutil.which("promtool")
-pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="no promtool: apt-get install prometheus")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(PROMTOOL is None, reason="no promtool: apt-get install prometheus"),
+]
 
 
 def promtool(*args: str | Path) -> subprocess.CompletedProcess[str]:

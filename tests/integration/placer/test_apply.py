@@ -239,6 +239,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_hook_and_the_same_command_goes_on(
     fleet: PaperFleet, client: CoordinatorClient, replanned: tuple[Instance, Plan], tmp_path: Path
 ) -> None:

@@ -181,6 +181,7 @@ def test_the_queue_at_the_stable_rate_is_what_a_lender_takes_for_normal(tmp_path
     assert profile.queue_margin > 2
 
 
+@pytest.mark.slow
 def test_a_server_that_sheds_load_is_not_called_faulty(tmp_path: Path) -> None:
     manners = Manners(fault=Fault.SHEDS, fails_from=60)
     exit_code, content = _profile(tmp_path, manners, "--max-rate", "20", budget_s=10.0)

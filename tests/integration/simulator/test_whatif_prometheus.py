@@ -34,10 +34,13 @@ from harness.planted_day import (
 from harness.slices import examples, shuffled
 from harness.vllm_server import free_port
 
-pytestmark = pytest.mark.skipif(
-    not (shutil.which("promtool") and shutil.which("prometheus")),
-    reason="no prometheus: apt-get install prometheus",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (shutil.which("promtool") and shutil.which("prometheus")),
+        reason="no prometheus: apt-get install prometheus",
+    ),
+]
 
 START_S: Final = 1_700_000_400.0
 WINDOW_S: Final = 60.0

@@ -61,6 +61,7 @@ def aqua() -> Iterator[Aqua]:
         yield aqua
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     batch_and_history=st.integers(1, 3).flatmap(

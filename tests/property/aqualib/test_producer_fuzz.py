@@ -71,6 +71,7 @@ def test_garbage_from_a_stranger_harms_nobody(producer: Producer, packets: list[
     assert producer.free_bytes == 4 * SLAB
 
 
+@pytest.mark.slow
 @given(packets=packets)
 @settings(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -17,6 +17,8 @@ from harness.mend import Mend
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.slow
+
 SCENARIOS = (*ORDER_SCENARIOS, *LAYER_SCENARIOS, *LANE_SCENARIOS, *FAILURE_SCENARIOS)
 
 DEFECTS = set(range(1, 22))
