@@ -29,6 +29,8 @@ from typing import Any, Final
 VOCABULARY: Final = 2048
 SLAB_BYTES: Final = 4 << 20
 WAIT_FOR_LEASE_S: Final = 60.0
+STOP: Final = "stop"
+"""The order to end a run."""
 
 
 def write_model(folder: Path, *, layers: int, hidden: int) -> None:
@@ -172,6 +174,17 @@ class Engine:
                 self._note(output)
         return False
 
+    def stop(self) -> None:
+        """End the run now; what is unfinished counts as ended at this moment."""
+        self._now_s = max([self._now_s, *(at_s for at_s, _, _ in self._pending)])
+        while self._pending:
+            self._add(*self._pending.pop())
+        unfinished = [name for name, row in self._rows.items() if "end_s" not in row]
+        self._engine.abort_request(unfinished)
+        for name in unfinished:
+            self._rows[name].setdefault("first_s", self._now_s)
+            self._rows[name]["end_s"] = self._now_s
+
     def _watch_schedule(self) -> None:
         """Note what each step computes as it is scheduled."""
         schedule = self._scheduler.schedule
@@ -236,6 +249,9 @@ def serve(job: dict[str, Any]) -> None:
         if isinstance(order, list):
             engine.begin(order)
             say(None)
+        elif order == STOP:
+            engine.stop()
+            say(engine.figures())
         else:
             say(None if engine.go_on(order) else engine.figures())
 

@@ -9,10 +9,12 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Self
 
+from _burst_engine import STOP
 from aqua_demo.engines.online_load import Arrival
 
 ENGINE: Final = Path(__file__).with_name("_burst_engine.py")
@@ -22,6 +24,9 @@ STORE_BYTES: Final = 256 << 20
 SHAPE: Final = {"layers": 8, "hidden": 256}
 TURN_S: Final = 0.25
 """Of an engine: short beside the minutes in which a machine changes, long beside a step."""
+BOUND_FACTOR: Final = 2
+"""Turns of an engine that is far behind over those of the others: to wait for it would take most of
+the time of a burst. Doubled, its completions are known to be up to twice as long."""
 HINT: Final = "`make .venv-engine/.ready` makes an environment with vLLM for CPUs"
 
 
@@ -115,7 +120,12 @@ class Bench:
         answer: dict[str, Any] | None = self._order(seconds)
         return answer
 
-    def _order(self, order: list[Arrival] | float) -> Any:  # noqa: ANN401 - as `_answer`
+    def stop(self) -> dict[str, Any]:
+        """End the run; as `go_on`, with what is unfinished as if it ended now."""
+        answer: dict[str, Any] = self._order(STOP)
+        return answer
+
+    def _order(self, order: list[Arrival] | float | str) -> Any:  # noqa: ANN401 - as `_answer`
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
@@ -130,8 +140,16 @@ class Bench:
         sys.exit(f"{self._log.read()[-3000:]}\nan engine failed; {HINT}")
 
 
-def race(engines: dict[str, Bench], arrivals: list[Arrival]) -> dict[str, dict[str, Any]]:
-    """All of them serve these, by turns; the rows of each and what else was measured."""
+def race(
+    engines: dict[str, Bench], arrivals: list[Arrival], bounded: str | None = None
+) -> dict[str, dict[str, Any]]:
+    """All of them serve these, by turns; the rows of each and what else was measured.
+
+    Args:
+        bounded: An engine that is stopped, and marked as `is_stopped`, once the others have ended
+            and it has had `BOUND_FACTOR` times as many turns as any of them.
+    """
+    turns = Counter[str]()
     for engine in engines.values():
         engine.begin(arrivals)
     order = list(engines)
@@ -141,8 +159,15 @@ def race(engines: dict[str, Bench], arrivals: list[Arrival]) -> dict[str, dict[s
         # Whoever had the machine before leaves its caches: not always the same one.
         shuffler.shuffle(order)
         for name in order:
-            if name not in ended and (figures := engines[name].go_on(TURN_S)) is not None:
+            if name in ended:
+                continue
+            turns[name] += 1
+            if (figures := engines[name].go_on(TURN_S)) is not None:
                 ended[name] = figures
+        if bounded is not None and ended.keys() == engines.keys() - {bounded}:
+            longest = max(count for name, count in turns.items() if name != bounded)
+            if turns[bounded] >= BOUND_FACTOR * longest:
+                ended[bounded] = engines[bounded].stop() | {"is_stopped": True}
     return ended
 
 
