@@ -243,6 +243,8 @@ def reported(worker: KvPagingWorker, number: int) -> WorkerReport:
     until(is_acknowledged, "the page-out is acknowledged")
     (found,) = [each for each in reports if each.saved]
     assert found.saved == {number: 1}
+    # What is lost may be told in a report before the one that acknowledges.
+    found.lost_places.update(*(each.lost_places for each in reports))
     return found
 
 
