@@ -57,8 +57,12 @@ class TestLoss:
             happened = aqua.step()
             assert happened is not None
             assert happened.lost_bytes == SLAB
+            assert aqua.step() is None
             tensors[1].release()
             assert aqua.stats().lost_bytes == 0
+            emptied = aqua.step()
+            assert emptied is not None, "the frame can be used again: bytes are where they were not"
+            assert emptied.lost_bytes == 0
             tensors[1] = aqua.offload(stored[1])
             require_intact(zip(tensors, stored, strict=True))
 

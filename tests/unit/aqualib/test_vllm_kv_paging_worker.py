@@ -300,3 +300,13 @@ def test_a_worker_says_once_what_its_store_holds() -> None:
         assert report is not None
         assert report.store == WorkerStore(5, worker.block_bytes)
         assert worker.take_report() is None
+
+
+def test_a_step_that_pages_nothing_changes_no_figure() -> None:
+    with paging() as (worker, _):
+        worker.take_report()
+        before = worker.totals()
+        worker.page_out(PagingPlan())
+        worker.page_in(PagingPlan())
+        assert worker.totals() == before, "figures that change are sent with every step"
+        assert worker.take_report() is None

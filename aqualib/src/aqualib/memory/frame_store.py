@@ -83,8 +83,6 @@ class FrameStore:
                 f"host_bytes={host_bytes} leaves no room for one slab of {slab_bytes} bytes",
                 remedy="Raise it: every byte on a peer needs a landing place in host memory.",
             )
-        self.version = 0
-        """Goes up whenever a frame arrives somewhere or is lost; may be read without the lock."""
         self._transport = transport
         self._clock = clock
         self._writes_behind = writes_behind
@@ -304,7 +302,6 @@ class FrameStore:
         """The table and the time, to note what has become of a migration."""
         with self._changed:
             yield self._table, self._clock()
-            self.version = self._table.version
             self._changed.notify_all()
 
     def nudge(self) -> None:
@@ -333,6 +330,11 @@ class FrameStore:
                     self._leftovers.put(work)
 
     # --- The whole ------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The table's, which says what it counts; may be read without the lock."""
+        return self._table.version
 
     def states_of(self, frames: Iterable[Frame]) -> set[FrameState]:
         """The states of `frames`, at one instant."""

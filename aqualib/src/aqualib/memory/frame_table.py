@@ -96,7 +96,8 @@ class FrameTable:
         spare_hosts: Host slabs with no frame.
         host_count: Host slabs that exist or are being made.
         moves_out: Migrations that have been started and not been answered.
-        version: Goes up whenever a frame has arrived somewhere, stayed after all, or is lost.
+        version: Goes up whenever a frame has arrived somewhere, stayed after all, is lost, or can
+            be used again after that.
     """
 
     slab_bytes: int
@@ -173,6 +174,7 @@ class FrameTable:
             if not frame.room.taken:
                 self._advance(frame, FrameEvent.EMPTY)
                 frame.failure = ""
+                self.version += 1
 
     # --- Slabs of peers -------------------------------------------------------------------
 

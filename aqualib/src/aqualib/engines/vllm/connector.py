@@ -244,8 +244,15 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         """Page in what this step reads, and begin what the next ones read."""
         del kwargs
         if self.paging_worker is not None:
-            plan, is_layer_wise = self._get_connector_metadata(), asks_for_layers(forward_context)
+            plan = self._get_connector_metadata()
+            is_layer_wise = bool(plan.in_places) and asks_for_layers(forward_context)
             self.paging_worker.page_in(plan, is_layer_wise=is_layer_wise)
+
+    def has_connector_metadata(self) -> bool:
+        """Whether layers have anything to ask in this step: vLLM has them ask only then."""
+        safepoints, paging = self._safepoints, self.paging_worker
+        is_watched = safepoints is not None and safepoints.has_order
+        return is_watched or (paging is not None and paging.is_loading_layers)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Abort the step here if that is wanted; else wait for what the layer reads.

@@ -105,6 +105,11 @@ class Safepoints:
                 self._is_blind = True
                 logger.warning("co-serving: steps cannot be aborted here: %s", error.message)
 
+    @property
+    def has_order(self) -> bool:
+        """Whether the step may be aborted."""
+        return self._order is not None
+
     def passed(self) -> None:
         """A layer is about to be launched.
 

@@ -138,7 +138,7 @@ SURFACE: Final[dict[str, tuple[str, ...]]] = {
         *("has_pending_push_work", "register_kv_caches", "request_finished"),
         *("requires_kv_delivery", "reset_cache", "save_kv_layer", "shutdown", "start_load_kv"),
         *("update_connector_output", "update_state_after_alloc", "wait_for_layer_load"),
-        *("take_events", "wait_for_save"),
+        *("has_connector_metadata", "take_events", "wait_for_save"),
     ),
     f"{CONNECTOR_PLACE}.v1.base:SupportsHMA": ("request_finished_all_groups",),
     f"{CONNECTOR_PLACE}.v1.base:KVConnectorMetadata": (),

@@ -108,6 +108,8 @@ class KvPagingWorker:
         self._drained_bytes = 0
         self._reclaim_s = 0.0
         self._reclaims: set[str] = set()
+        # Looked up when frames have moved: a large store has thousands.
+        self._location: PagingTier | None = None
         self._reported = (PagingTier.NOWHERE, 0.0)
         self._is_told = False
         self._lock = threading.Lock()
@@ -149,11 +151,12 @@ class KvPagingWorker:
         That is read once the steps under way have written it.
         """
         self._empty(plan.drops)
-        started_s = time.perf_counter()
-        for part in self._parts(len(plan.out_places)):
-            self._out(plan.out_places[part], plan.out_blocks[part], self._staging)
-        self._note("out", len(plan.out_places) * self.block_bytes, started_s)
-        self.step_wait_s += time.perf_counter() - started_s
+        if plan.out_places:
+            started_s = time.perf_counter()
+            for part in self._parts(len(plan.out_places)):
+                self._out(plan.out_places[part], plan.out_blocks[part], self._staging)
+            self._note("out", len(plan.out_places) * self.block_bytes, started_s)
+            self.step_wait_s += time.perf_counter() - started_s
         if not plan.async_saves and not plan.urgent_saves:
             return
         mark = self._save_stream.mark()
@@ -172,6 +175,8 @@ class KvPagingWorker:
         Args:
             is_layer_wise: The model calls `await_layer` before it reads blocks of a layer.
         """
+        if not (plan.in_places or plan.async_loads):
+            return
         whole = list(zip(plan.in_places, plan.in_blocks, strict=True))
         parted: list[tuple[int, int]] = []
         columns: list[Range] = []
@@ -196,6 +201,11 @@ class KvPagingWorker:
             pairs = list(zip(places, blocks, strict=True))
             self._loads[request_id] = self._loader.submit(self._load, mark, pairs)
 
+    @property
+    def is_loading_layers(self) -> bool:
+        """Whether the step has to wait for its layers one by one."""
+        return bool(self._columns)
+
     def await_layer(self, name: str) -> None:
         """A layer is about to be launched: wait until its blocks are there."""
         if self._columns:
@@ -207,6 +217,8 @@ class KvPagingWorker:
 
     def take_arrived(self) -> set[str]:
         """Requests whose asynchronous loads have ended, well or not, since the last call."""
+        if not self._loads:
+            return set()
         arrived = {name for name, load in self._loads.items() if load.done()}
         for name in arrived:
             self._loads.pop(name).result()
@@ -214,6 +226,8 @@ class KvPagingWorker:
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks of the KV cache that were not loaded, since the last call; a step has ended."""
+        if not (self._columns or self._failed_blocks):
+            return set()
         while self._columns:
             self._columns.pop()[1].result()
         with self._lock:
@@ -224,10 +238,11 @@ class KvPagingWorker:
         """What changed since the last report; None if nothing did."""
         if self.aqua.step() is not None:
             self._note_leases()
+            self._location = None
         while self._save_jobs and self._save_jobs[0].done():
             self._save_jobs.popleft().result()
         # What is acknowledged has been counted and, where it failed, is among the lost.
-        location = self.location()
+        location = self._location = self._location or self.location()
         with self._lock:
             if time.monotonic() - self._rated_s > RATE_LIFETIME_S:
                 self._rate = 0.0
