@@ -14,8 +14,10 @@ which the clocks of the others stand still, so that all of them meet the same ma
 
 Without contention a second engine of vLLM's own (`control`) races, too, and the two together are
 what others are measured by: equal engines differ by percents, and what the second loses or gains
-against the first says by how many. There `tier`, ours with the prefix tier, pages out each request
-that finishes, while the others go on; `--bursts 0` measures nothing else.
+against the first says by how many. They differ for as long as they live, by where their memory came
+to lie, so all are started anew several times; a figure is the median over all rounds. There `tier`,
+ours with the prefix tier, pages out each request that finishes, while the others go on; `--bursts
+0` measures nothing else.
 
 Several bursts are drawn from a seed; a figure is the median over them, and `bursts` has them all.
 Lengths are log-normal, as chat logs are, or of another kind; or arrivals and lengths come from
@@ -30,8 +32,8 @@ least as printed (`bursts_recompute_stopped`).
 Throughput is output tokens over busy time, in which any request was unfinished: neither an idle
 engine nor the last arrival decides it.
 
-With `--records FILE` each burst and each turn without contention is kept when it ends, and the
-next run with the same options goes on there.
+With `--records FILE` each burst and the turns of each start are kept when they end, and the next
+run with the same options goes on there.
 
 What it shows: waiting, slicing, and the cost of paging relative to that of computing, on one real
 engine. What it does not: a GPU's numbers. A CPU computes a prompt slowly, so recomputing looks
@@ -82,6 +84,8 @@ IDLE: Final[list[Arrival]] = [(0.0, 64, 40 + 20 * index) for index in range(8)]
 """Requests that fit into memory together: none waits, so nothing is to be decided. They end one by
 one, so that what becomes of their prefixes falls into the steps of the others."""
 IDLE_ROUNDS: Final = 30
+IDLE_STARTS: Final = 5
+"""Of engines, each for a share of the rounds. Doubled, starting takes as long as the rounds."""
 SPEED_ROUNDS: Final = 20
 """Of looking for the speed of a trace; a few settle it. Doubled, nothing changes."""
 
@@ -146,17 +150,25 @@ def main(  # noqa: PLR0913 - a command has as many arguments as options
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = policies(slice_iterations)
     tier = {**(options["best"] or {}), "prefix_tier": True}
-    if not bursts and not traces:
-        options = {"fcfs": None, "best": options["best"]}
-    with started({**options, CONTROL: None, TIER: tier}, blocks) as engines:
-        if traces:
-            loads, found = played(engines["fcfs"], traces, speed, stable, kept)
-        elif bursts:
-            loads, found = drawn(engines["fcfs"], kind, bursts, seed, stable, kept)
-        else:
-            loads, found = [], {}
-        raw: dict[str, dict[str, Any]] = {name: {"bursts": [], "idle": []} for name in engines}
-        serve(engines, loads, raw, kept)
+    loads: list[list[Arrival]] = []
+    found: dict[str, Any] = {}
+    raw: dict[str, dict[str, Any]] = {
+        name: {"bursts": [], "idle": []} for name in (*POLICY_NAMES, CONTROL, TIER)
+    }
+    if bursts or traces:
+        with started(options, blocks) as engines:
+            if traces:
+                loads, found = played(engines["fcfs"], traces, speed, stable, kept)
+            else:
+                loads, found = drawn(engines["fcfs"], kind, bursts, seed, stable, kept)
+            serve(engines, loads, raw, kept)
+    rivals = ("fcfs", "aqua", "best") if loads else ("fcfs", "best")
+    calm_options = {name: options[name] for name in rivals} | {CONTROL: None, TIER: tier}
+    for start in range(IDLE_STARTS):
+        rounds = kept.once(f"calm start {start}", partial(serve_idle, calm_options, blocks))
+        for name, figures in ((name, each[name]) for each in rounds for name in each):
+            raw[name]["idle"].append(figures["rows"])
+            raw[name]["paged"] = figures["paged"]
     summary = summarize(raw)
     if plot is not None and loads:
         draw({name: raw[name]["bursts"][0]["rows"] for name in POLICY_NAMES}, plot)
@@ -174,22 +186,23 @@ def serve(
     raw: dict[str, dict[str, Any]],
     kept: Records,
 ) -> None:
-    """Race the engines over the bursts, and without contention; figures go into `raw`."""
-    rivals = {name: each for name, each in engines.items() if name in POLICY_NAMES}
+    """Race the engines over the bursts; figures go into `raw`."""
     for index, load in enumerate(loads):
         note(f"burst {index + 1} of {len(loads)}: {len(load)} requests")
-        figures_of = kept.once(f"burst {index}", partial(race, rivals, load, "recompute"))
+        figures_of = kept.once(f"burst {index}", partial(race, engines, load, "recompute"))
         for name, figures in figures_of.items():
             raw[name]["bursts"].append(figures)
         if not raw["fcfs"]["bursts"][-1]["most_waiting"]:
             note("nothing waited: no contention, so no figure means anything; try more --speed")
-    note("turns without contention")
-    rivals = {name: each for name, each in engines.items() if name != "recompute"}
-    for index in range(IDLE_ROUNDS):
-        figures_of = kept.once(f"idle round {index}", partial(race, rivals, IDLE))
-        for name, figures in figures_of.items():
-            raw[name]["idle"].append(figures["rows"])
-            raw[name]["paged"] = figures["paged"]
+
+
+def serve_idle(
+    options: dict[str, dict[str, Any] | None], blocks: int
+) -> list[dict[str, dict[str, Any]]]:
+    """Start these engines, and race them without contention for a share of all rounds."""
+    with started(options, blocks) as engines:
+        note("turns without contention")
+        return [race(engines, IDLE) for _ in range(IDLE_ROUNDS // IDLE_STARTS)]
 
 
 def policies(slice_iterations: int) -> dict[str, dict[str, Any] | None]:
@@ -292,14 +305,16 @@ def summarize(raw: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "idle_control_ratio": control_ratio(raw),
         "tier_idle_throughput_ratio": idle_ratio(raw, TIER),
         "tier_paged_blocks": raw[TIER]["paged"].get("blocks", {}),
+    }
+    if not raw["best"]["bursts"]:
+        return uncontended | {"best": {"idle_throughput_ratio": idle_ratio(raw, "best")}}
+    contended = {
         "bursts_recompute_stopped": sum(
             each.get("is_stopped", False) for each in raw["recompute"]["bursts"]
         ),
         "bursts_without_waiting": sum(not each["most_waiting"] for each in raw["fcfs"]["bursts"]),
     }
-    if not raw["best"]["bursts"]:
-        return uncontended | {"best": {"idle_throughput_ratio": idle_ratio(raw, "best")}}
-    return of("aqua") | {"best": of("best")} | uncontended
+    return of("aqua") | {"best": of("best")} | uncontended | contended
 
 
 def idle_ratio(raw: dict[str, dict[str, Any]], name: str) -> float:

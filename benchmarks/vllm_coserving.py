@@ -3,7 +3,8 @@
 The question of ConServe's section 6. Five engines run as servers, with their real input thread, and
 take turns of a fraction of a second in which the others are stopped and their clocks stand still
 (`aqua_demo.engines.paused_clock`). So all meet the same requests on the same machine at the same
-time:
+time. Equal engines differ by percents for as long as they live, by where their memory came to lie,
+so each load has engines of its own:
 
     online      vLLM's own, without offline work
     control     another one: what differs between equal engines is the noise of all figures here
@@ -43,10 +44,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
@@ -112,52 +113,39 @@ def main(
     kept = Records(records, {"requests": requests, "seed": seed, "trace": str(trace or "")})
     # Else engines that have no turn stay stopped for ever.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="aqua-coserving-")))
-        model = folder / "model"
+    with tempfile.TemporaryDirectory(prefix="aqua-coserving-") as scratch:
+        folder = Path(scratch)
+        model, offline = folder / "model", folder / "offline.jsonl"
         write_model(model, SHAPE)
-
-        def start(name: str, aqua: dict[str, Any] | None = None, **engine: Any) -> ServedEngine:  # noqa: ANN401 - vLLM's options
-            note(f"starting {name}")
-            options = FULL.engine_options() | engine
-            served = ServedEngine(folder / name, model, options, aqua, str(ENGINE_PYTHON))
-            stack.callback(served.close)
-            return served
-
-        offline = folder / "offline.jsonl"
         write_offline_file(offline, OFFLINE_COUNT, seed, FULL.longest_prompt)
-        engines = {name: start(name) for name in ("online", "control", "offline")}
-        engines["priority"] = start("priority", scheduling_policy="priority")
-        for each in engines.values():
-            each.await_ready()
         given = None if trace is None else read_trace(trace, FULL.blocks * FULL.block_tokens // 4)
         lengths = [(p, o) for _, p, o in given] if given else draw_lengths(requests, seed)
-        inputs = measure_alone(
-            lambda load: serve(engines["online"], Order(load)), lengths[:ALONE_COUNT]
-        )
+        with started(folder, model, {"online": ENGINES["online"]}) as engines:
+            inputs = measure_alone(
+                lambda load: serve(engines["online"], Order(load)), lengths[:ALONE_COUNT]
+            )
         note(", ".join(f"{name} {value:.3g}" for name, value in inputs.items()))
         profile = step_profile or measure_steps(model, folder)
         step_times = json.loads(profile.read_text())
-        aqua = co_serving_options(inputs, step_profile=str(profile))
-        ours = engines["ours"] = start("ours", aqua)
-        ours.await_ready()
+        ours = {"ours": Started(co_serving_options(inputs, step_profile=str(profile)))}
         made = dict(make_loads(lengths, 1 / inputs["service_s"], seed)[:loads])
         runs: dict[str, dict[str, Run]] = {}
 
         def measured(name: str, load: OnlineLoad) -> dict[str, float | None]:
             note(f"{name}: {len(load.arrivals)} requests in {load.length_s:.0f} s")
-            runs[name] = race(engines, orders(engines, load, offline, seed))
+            with started(folder, model, ENGINES | ours) as engines:
+                runs[name] = race(engines, orders(engines, load, offline, seed))
             return compare(runs[name])
 
         found = {}
         for name, load in ({"trace": OnlineLoad(given)} if given else made).items():
             found[name] = kept.once(name, partial(measured, name, load))
             note(f"{name}: {json.dumps(found[name])}")
-        for name in ("control", "priority"):
-            engines.pop(name).close()
-        ours.fault.touch()
-        lengths = draw_lengths(FAULTY_COUNT, seed)
-        faulty = race(engines, orders(engines, OnlineLoad.at_once(lengths, 1.0), offline, seed + 1))
+        controlled = {name: ENGINES[name] for name in ("online", "offline")} | ours
+        with started(folder, model, controlled) as engines:
+            engines["ours"].fault.touch()
+            at_once = OnlineLoad.at_once(draw_lengths(FAULTY_COUNT, seed), 1.0)
+            faulty = race(engines, orders(engines, at_once, offline, seed + 1))
     summary = summarize(found) | {"negative_control_differs": differing_answers(faulty) > 0}
     if as_json or with_raw:
         machine = {"cpus": os.cpu_count(), "machine": platform.processor() or platform.machine()}
@@ -166,6 +154,39 @@ def main(
         print(json.dumps(summary | (samples if with_raw else {})))
     else:
         show(summary)
+
+
+class Started(NamedTuple):
+    """What an engine is started with: options of the adapter, if it has one, and of vLLM."""
+
+    aqua: dict[str, Any] | None = None
+    further: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+
+ENGINES: Final = {
+    "online": Started(),
+    "control": Started(),
+    "offline": Started(),
+    "priority": Started(further={"scheduling_policy": "priority"}),
+}
+
+
+@contextlib.contextmanager
+def started(
+    folder: Path, model: Path, options: Mapping[str, Started]
+) -> Iterator[dict[str, ServedEngine]]:
+    """Engines that have started beside each other."""
+    with contextlib.ExitStack() as stack:
+        engines = {}
+        for name, (aqua, further) in options.items():
+            note(f"starting {name}")
+            options_of = FULL.engine_options() | further
+            engine = ServedEngine(folder / name, model, options_of, aqua, str(ENGINE_PYTHON))
+            stack.callback(engine.close)
+            engines[name] = engine
+        for engine in engines.values():
+            engine.await_ready()
+        yield engines
 
 
 def measure_steps(model: Path, folder: Path) -> Path:

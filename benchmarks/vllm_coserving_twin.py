@@ -5,10 +5,15 @@
 
 Takes what `vllm_coserving.py --raw` has printed, or runs it. The simulator's engine serves the same
 online requests with the step-time profile that co-serving itself went by, alone and with offline
-work under the same policy. A machine that others use changes within minutes, so all step times are
-taken to be as much longer or shorter as the `control` says, which is an online-only engine that
-nothing is compared with (`pace`). Of the other engines the simulator knows nothing but what they
-were asked for.
+work under the same policy.
+
+Two numbers are read off the `control`, an online-only engine that nothing is compared with. A
+machine that others use changes within minutes, so all step times are taken to be `pace` times the
+profile's, by how long it was busy. And a request is on its way for `handover_s` before a step can
+serve it, by the mean time to the first token: front end and engine are processes, and what an idle
+one runs has left the processor's caches. Of the other engines the simulator knows nothing but what
+they were asked for: `online` shows how far equal engines are apart, and `ours` is what is
+predicted.
 
 Printed are the simulator's errors in the means of the time to the first token and of the completion
 of online requests, and in offline tokens, medians over the loads and the worst; how far two equal
@@ -22,8 +27,10 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import typer
 
@@ -63,12 +70,13 @@ def main(
         raise typer.BadParameter("not printed by `vllm_coserving.py --raw`", param_hint="--raw")
     profile = StepTimeProfile.model_validate(document["raw"]["step_profile"])
     objectives = Objectives(document["inputs"]["ttft_s"], document["inputs"]["tpot_s"])
-    pairs, paces = [], []
+    pairs, fits = [], []
     for runs in document["raw"]["runs"].values():
-        pace, real, simulated = compare(runs, profile, objectives, seed)
-        paces.append(pace)
+        fit, real, simulated = compare(runs, profile, objectives, seed)
+        fits.append(fit)
         pairs.append((real, simulated))
-    found = {"loads": len(pairs)} | summarize(pairs, "online") | {"paces": paces}
+    fitted = {"paces": [fit.pace for fit in fits], "handovers_s": [fit.handover_s for fit in fits]}
+    found = {"loads": len(pairs)} | summarize(pairs, "online") | fitted
     if as_json:
         print(json.dumps(found))
     else:
@@ -87,41 +95,66 @@ def measured(requests: int, loads: int, seed: int) -> str:
     return done.stdout
 
 
+class Fit(NamedTuple):
+    """What the control says of a load: step times over the profile's, seconds of a hand-over."""
+
+    pace: float
+    handover_s: float
+
+
 def compare(
     runs: dict[str, Run], profile: StepTimeProfile, objectives: Objectives, seed: int
-) -> tuple[float, Engines, Engines]:
-    """The pace of a load's steps; figures of real engines, and of the simulator's at that pace."""
+) -> tuple[Fit, Engines, Engines]:
+    """Fit a load's control; figures of real engines, and of the simulator's."""
     rows = runs["online"]["online"]
-    online = [
-        Arrival(str(at), row["arrival_s"], row["prompt_tokens"], row["output_tokens"])
-        for at, row in enumerate(rows)
-    ]
 
-    def serve(pace: float, *, co_serves: bool) -> CoServingRun:
-        steps = profile.model_copy(update={each: pace * getattr(profile, each) for each in TERMS})
+    def serve(fit: Fit, *, co_serves: bool) -> CoServingRun:
+        steps = profile.model_copy(
+            update={each: fit.pace * getattr(profile, each) for each in TERMS}
+        )
+        online = [
+            Arrival(
+                str(at),
+                row["arrival_s"] + fit.handover_s,
+                row["prompt_tokens"],
+                row["output_tokens"],
+            )
+            for at, row in enumerate(rows)
+        ]
         name = CoServingPolicyName.GUARDED
         policy = co_serving_policy(name, objectives, steps, block_tokens=SPEC.block_tokens)
         pool = offline_pool(seed) if co_serves else iter(())
         engine = CoServingEngine(SPEC, times_by(steps), policy, pool)
         return engine.run(online, runs["ours"]["seconds"] if co_serves else 0.0)
 
-    pace, busy_real_s = 1.0, busy_share(runs[CONTROL]) * runs[CONTROL]["seconds"]
-    for _ in range(ROUNDS):
-        served = serve(pace, co_serves=False).served
-        pace *= busy_real_s / busy_s([(row.arrival_s, row.last_token_s) for row in served])
+    fit = fitted(runs[CONTROL], partial(serve, co_serves=False))
     real = {name: real_figures(runs[name]) for name in ("online", CONTROL, "ours")}
     real["ours"]["offline_tokens_per_s"] = offline_rate(runs["ours"])
     simulated = {}
     for name, co_serves in (("online", False), ("ours", True)):
-        run = serve(pace, co_serves=co_serves)
+        run = serve(fit, co_serves=co_serves)
         simulated[name] = {
-            "ttft_mean": statistics.fmean(row.ttft_s for row in run.served),
-            "completion_mean": statistics.fmean(row.completion_s for row in run.served),
+            "ttft_mean": fit.handover_s + statistics.fmean(row.ttft_s for row in run.served),
+            "completion_mean": fit.handover_s
+            + statistics.fmean(row.completion_s for row in run.served),
         }
         if co_serves:
             rate = run.tokens_per_s(0.0, runs["ours"]["seconds"], ServiceClass.OFFLINE)
             simulated[name]["offline_tokens_per_s"] = rate
-    return pace, real, simulated
+    return fit, real, simulated
+
+
+def fitted(control: Run, serve: Callable[[Fit], CoServingRun]) -> Fit:
+    """The pace at which an engine is busy for as long, and how long requests are on their way."""
+    fit = Fit(1.0, 0.0)
+    busy_real_s = busy_share(control) * control["seconds"]
+    wait_s = statistics.fmean(map(ttft, control["online"]))
+    for _ in range(ROUNDS):
+        served = serve(fit).served
+        busy = busy_s([(row.arrival_s - fit.handover_s, row.last_token_s) for row in served])
+        simulated_s = statistics.fmean(row.ttft_s for row in served)
+        fit = Fit(fit.pace * busy_real_s / busy, max(0.0, wait_s - simulated_s))
+    return fit
 
 
 def real_figures(run: Run) -> Figures:
