@@ -14,10 +14,9 @@ which the clocks of the others stand still, so that all of them meet the same ma
 
 Without contention a second engine of vLLM's own (`control`) races, too, and the two together are
 what others are measured by: equal engines differ by percents, and what the second loses or gains
-against the first says by how many. They differ for as long as they live, by where their memory came
-to lie, so all are started anew several times; a figure is the median over all rounds. There `tier`,
-ours with the prefix tier, pages out each request that finishes, while the others go on; `--bursts
-0` measures nothing else.
+against the first says by how many. As they may differ for as long as they live, all are started
+anew several times; a figure is the median over all rounds. There `tier`, ours with the prefix tier,
+pages out each request that finishes, while the others go on; `--bursts 0` measures nothing else.
 
 Several bursts are drawn from a seed; a figure is the median over them, and `bursts` has them all.
 Lengths are log-normal, as chat logs are, or of another kind; or arrivals and lengths come from

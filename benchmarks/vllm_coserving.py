@@ -3,8 +3,7 @@
 The question of ConServe's section 6. Five engines run as servers, with their real input thread, and
 take turns of a fraction of a second in which the others are stopped and their clocks stand still
 (`aqua_demo.engines.paused_clock`). So all meet the same requests on the same machine at the same
-time. Equal engines differ by percents for as long as they live, by where their memory came to lie,
-so each load has engines of its own:
+time. Equal engines may differ for as long as they live, so each load has engines of its own:
 
     online      vLLM's own, without offline work
     control     another one: what differs between equal engines is the noise of all figures here

@@ -75,8 +75,8 @@ def main(
         fit, real, simulated = compare(runs, profile, objectives, seed)
         fits.append(fit)
         pairs.append((real, simulated))
-    fitted = {"paces": [fit.pace for fit in fits], "handovers_s": [fit.handover_s for fit in fits]}
-    found = {"loads": len(pairs)} | summarize(pairs, "online") | fitted
+    found = {"loads": len(pairs)} | summarize(pairs, "online")
+    found |= {"paces": [fit.pace for fit in fits], "handovers_s": [fit.handover_s for fit in fits]}
     if as_json:
         print(json.dumps(found))
     else:
