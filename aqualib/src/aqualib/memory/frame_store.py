@@ -456,13 +456,11 @@ class FrameStore:
         table = self._table
         if self._closed or table.spare_hosts or table.host_count < self.frame_limit:
             return True
-        self._table.sweep()
-        if table.spare_hosts:
-            return True
-        is_making = table.host_count > len(table.frames)
-        return not is_making and not any(
-            frame.is_unwanted and frame.is_moving for frame in table.frames.values()
-        )
+        table.sweep()
+        frames = table.frames.values()
+        is_making = table.host_count > len(frames)
+        is_freeing = any(frame.is_unwanted and frame.is_moving for frame in frames)
+        return bool(table.spare_hosts) or not (is_making or is_freeing)
 
     # --- Outside the lock -----------------------------------------------------------------
 
