@@ -43,10 +43,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -77,6 +77,7 @@ from vllm_profiler import (
     write_model,
 )
 
+ENGINES: Final = ("online", "control", "offline", "priority", "ours")
 VARIATIONS: Final = (0.5, 1.0, 2.0, 4.0)
 ALONE_COUNT: Final = 40
 """Requests one by one, for how long one takes and for the objectives. Doubled, these scatter less
@@ -119,20 +120,20 @@ def main(
         write_offline_file(offline, OFFLINE_COUNT, seed, FULL.longest_prompt)
         given = None if trace is None else read_trace(trace, FULL.blocks * FULL.block_tokens // 4)
         lengths = [(p, o) for _, p, o in given] if given else draw_lengths(requests, seed)
-        with started(folder, model, {"online": ENGINES["online"]}) as engines:
+        with started(folder, model, ["online"]) as engines:
             inputs = measure_alone(
                 lambda load: serve(engines["online"], Order(load)), lengths[:ALONE_COUNT]
             )
         note(", ".join(f"{name} {value:.3g}" for name, value in inputs.items()))
         profile = step_profile or measure_steps(model, folder)
         step_times = json.loads(profile.read_text())
-        ours = {"ours": Started(co_serving_options(inputs, step_profile=str(profile)))}
+        aqua = co_serving_options(inputs, step_profile=str(profile))
         made = dict(make_loads(lengths, 1 / inputs["service_s"], seed)[:loads])
         runs: dict[str, dict[str, Run]] = {}
 
         def measured(name: str, load: OnlineLoad) -> dict[str, float | None]:
             note(f"{name}: {len(load.arrivals)} requests in {load.length_s:.0f} s")
-            with started(folder, model, ENGINES | ours) as engines:
+            with started(folder, model, ENGINES, aqua) as engines:
                 runs[name] = race(engines, orders(engines, load, offline, seed))
             return compare(runs[name])
 
@@ -140,8 +141,7 @@ def main(
         for name, load in ({"trace": OnlineLoad(given)} if given else made).items():
             found[name] = kept.once(name, partial(measured, name, load))
             note(f"{name}: {json.dumps(found[name])}")
-        controlled = {name: ENGINES[name] for name in ("online", "offline")} | ours
-        with started(folder, model, controlled) as engines:
+        with started(folder, model, ["online", "offline", "ours"], aqua) as engines:
             engines["ours"].fault.touch()
             at_once = OnlineLoad.at_once(draw_lengths(FAULTY_COUNT, seed), 1.0)
             faulty = race(engines, orders(engines, at_once, offline, seed + 1))
@@ -155,32 +155,20 @@ def main(
         show(summary)
 
 
-class Started(NamedTuple):
-    """What an engine is started with: options of the adapter, if it has one, and of vLLM."""
-
-    aqua: dict[str, Any] | None = None
-    further: dict[str, Any] = {}  # noqa: RUF012 - never changed
-
-
-ENGINES: Final = {
-    "online": Started(),
-    "control": Started(),
-    "offline": Started(),
-    "priority": Started(further={"scheduling_policy": "priority"}),
-}
-
-
 @contextlib.contextmanager
 def started(
-    folder: Path, model: Path, options: Mapping[str, Started]
+    folder: Path, model: Path, names: Iterable[str], aqua: Mapping[str, Any] | None = None
 ) -> Iterator[dict[str, ServedEngine]]:
-    """Engines that have started beside each other."""
+    """Engines that have started beside each other, `ours` with these options of the adapter."""
     with contextlib.ExitStack() as stack:
         engines = {}
-        for name, (aqua, further) in options.items():
+        for name in names:
             note(f"starting {name}")
-            options_of = FULL.engine_options() | further
-            engine = ServedEngine(folder / name, model, options_of, aqua, str(ENGINE_PYTHON))
+            options = FULL.engine_options()
+            if name == "priority":
+                options["scheduling_policy"] = "priority"
+            of_ours = aqua if name == "ours" else None
+            engine = ServedEngine(folder / name, model, options, of_ours, str(ENGINE_PYTHON))
             stack.callback(engine.close)
             engines[name] = engine
         for engine in engines.values():
