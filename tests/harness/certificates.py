@@ -27,12 +27,17 @@ class Authority:
         replace(self.file, self.pem)
 
     def issue(
-        self, directory: Path, *, hosts: tuple[str, ...] = HOSTS, good_for_s: float = 3600
+        self,
+        directory: Path,
+        *,
+        hosts: tuple[str, ...] = HOSTS,
+        good_for_s: float = 3600,
+        trusted: bytes | None = None,
     ) -> TlsFiles:
         """Put a certificate and its key into a directory, in place of those that are there.
 
-        Gives the files of a client that shows it and trusts this authority. With the names of
-        cert-manager's secrets.
+        Gives the files of a client that shows it and trusts this authority, or those of `trusted`.
+        With the names of cert-manager's secrets.
         """
         now = datetime.now(UTC)
         issued = self._authority.issue_cert(
@@ -45,7 +50,7 @@ class Authority:
         # One after the other, as a script does: in between they do not fit together.
         replace(directory / "tls.crt", chain)
         replace(directory / "tls.key", issued.private_key_pem.bytes())
-        replace(directory / "ca.crt", self.pem)
+        replace(directory / "ca.crt", trusted or self.pem)
         return files_in(directory)
 
 
