@@ -207,13 +207,18 @@ def test_files_that_are_no_good_are_told_at_the_start(tmp_path: Path, broken: st
 
 
 class Counted(TlsFiles):
-    """A client's files, and how many handshakes have begun with them."""
+    """A client's files, and how many handshakes have begun with them, one at a time."""
 
     handshakes = 0
+    is_under_way = False
 
     def wrap_socket(self, *arguments: Any, **options: Any) -> ssl.SSLSocket:  # noqa: ANN401 - ssl's
+        self.is_under_way = True
         self.handshakes += 1
-        return super().wrap_socket(*arguments, **options)
+        try:
+            return super().wrap_socket(*arguments, **options)
+        finally:
+            self.is_under_way = False
 
 
 class Load:
@@ -248,7 +253,7 @@ class Load:
 
         A connection from before ends within a second or so, so answers alone do not tell.
         """
-        handshakes = [files.handshakes for files in self._files]
+        handshakes = until(self._handshakes_ended, "a handshake takes for ever")
         yield
         until(
             lambda: (
@@ -261,6 +266,14 @@ class Load:
         until(
             lambda: all(map(ge, self.answered, enough)) or bool(self.failed), "requests stand still"
         )
+
+    def _handshakes_ended(self) -> list[int]:
+        """How many each client has begun; nothing while one of them may meet the files from before.
+
+        The counts come first: none of these is under way then.
+        """
+        counts = [files.handshakes for files in self._files]
+        return [] if any(files.is_under_way for files in self._files) else counts
 
     def _ask(self, coordinator: Secured, number: int) -> None:
         with coordinator.client(self._files[number]) as client:
