@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Final
 
+from aqua_schedulers.conserve import CoServingPlan, CoServingView
 from harness.step_aborts import allow_aborts_in_process
 
 BLOCK_TOKENS: Final = 4
@@ -179,7 +181,7 @@ def make_scheduler(vllm_config: Any, shape: Shape) -> Any:  # noqa: ANN401 - vLL
     vllm_config.cache_config.num_gpu_blocks = shape.blocks
     if "states" in shape.groups:
         vllm_config.cache_config.mamba_cache_mode = "align"
-    return vllm_config.scheduler_config.get_scheduler_cls()(
+    scheduler = vllm_config.scheduler_config.get_scheduler_cls()(
         vllm_config=vllm_config,
         kv_cache_config=cache,
         structured_output_manager=SimpleNamespace(
@@ -191,3 +193,25 @@ def make_scheduler(vllm_config: Any, shape: Shape) -> Any:  # noqa: ANN401 - vLL
         hash_block_size=hash_tokens(shape),
         log_stats=False,
     )
+    if scheduler.co_serving is not None:
+        _hold_views_to_the_engine(scheduler)
+    return scheduler
+
+
+def _hold_views_to_the_engine(scheduler: Any) -> None:  # noqa: ANN401 - ours, which needs vLLM
+    """Have each step fail whose plan is made of other requests than the engine has."""
+    co_serving = scheduler.co_serving
+    plan: Callable[[CoServingView], CoServingPlan] = co_serving.plan
+
+    def compare_and_plan(view: CoServingView) -> CoServingPlan:
+        for seen in view.running:
+            request = scheduler.requests[seen.request_id]
+            tables = scheduler.kv_cache_manager.get_block_ids(seen.request_id)
+            assert seen == co_serving.view(
+                request,
+                computed_tokens=request.num_computed_tokens,
+                held_blocks=sum(map(len, tables)),
+            )
+        return plan(view)
+
+    co_serving.plan = compare_and_plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from math import inf
 
 import pytest
@@ -29,6 +30,7 @@ from aqua_schedulers.conserve import (
 from aqua_schedulers.conserve.checkpoints import CheckpointRamp, CopyBudget
 from aqua_schedulers.conserve.offline_queue import OfflineQueue, is_due
 from aqua_schedulers.conserve.profile import MAX_TERM_S
+from aqua_schedulers.conserve.step_budget import StepBudget
 
 PROFILE = StepTimeProfile(
     model="m",
@@ -310,6 +312,51 @@ def test_without_a_profile_ours_has_no_offline_work_beside_answers_but_what_is_d
         assert plan.limit_s == pytest.approx(limit_s), name
         alone = policy.plan(view._replace(running=[beside]))
         assert alone.offline_tokens == {"off": 1}
+
+
+def mixed(rng: random.Random) -> CoServingView:
+    """An engine between empty and full, with requests of both classes in any state."""
+    running = []
+    for number in range(rng.randrange(1, 24)):
+        known = rng.choice((20, 300, 6000))
+        is_decode = rng.random() < 0.6
+        computed = known - 1 if is_decode else rng.randrange(known)
+        service_class = rng.choice((ServiceClass.ONLINE, *3 * (ServiceClass.OFFLINE,)))
+        is_dated = service_class is ServiceClass.OFFLINE and rng.random() < 0.2
+        finish_by_s = rng.uniform(0.0, 400.0) if is_dated else inf
+        held, left = -(-max(1, computed) // 16), rng.randrange(1, 400)
+        request = CoServedRequest(f"r{number}", service_class, 0.0, known, computed, is_decode)
+        running.append(
+            request._replace(held_blocks=held, remaining_tokens=left, finish_by_s=finish_by_s)
+        )
+    return CoServingView(1.0, rng.choice((0, 3, 500)), 20_000, rng.choice((8, 2048)), 64, running)
+
+
+@pytest.mark.parametrize("profile", [PROFILE, None])
+@pytest.mark.parametrize("name", ["conserve", "guarded"])
+def test_requests_behind_one_that_fits_into_no_step_would_have_had_no_token_either(
+    name: str, profile: StepTimeProfile | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, is_full, full_count = random.Random(0), StepBudget.is_full, 0
+
+    def counted(step: StepBudget, times: StepTimes) -> bool:
+        nonlocal full_count
+        full_count += (found := is_full(step, times))
+        return found
+
+    for _ in range(300):
+        view = mixed(rng)
+        objectives = Objectives(rng.choice((0.1, 1.5)), rng.choice((0.012, 0.02, 0.1)))
+        plans = []
+        for shortcut in (counted, lambda *_: False):
+            policy = co_serving_policy(name, objectives, profile)
+            policy.added(view.running[0], -1000.0)
+            policy.waiting.take(view.running[0].request_id)
+            with monkeypatch.context() as patched:
+                patched.setattr(StepBudget, "is_full", shortcut)
+                plans.append(policy.plan(view))
+        assert plans[0] == plans[1]
+    assert full_count > 20
 
 
 @pytest.mark.parametrize("name", ["conserve", "guarded"])

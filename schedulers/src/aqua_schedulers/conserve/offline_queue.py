@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from math import inf
 
 from aqua_schedulers.conserve.views import CoServedRequest
 
@@ -117,7 +116,5 @@ def is_due(request: CoServedRequest, now_s: float, prompt_token_s: float, tpot_s
         prompt_token_s: Seconds that a prompt token takes.
         tpot_s: Seconds that an output token takes at the objective's pace.
     """
-    if request.finish_by_s == inf:
-        return False
     needs_s = request.pending_tokens * prompt_token_s + request.remaining_tokens * tpot_s
     return now_s + needs_s >= request.finish_by_s

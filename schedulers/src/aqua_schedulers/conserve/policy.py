@@ -39,7 +39,6 @@ prefers requests with a checkpoint: ours is the least to compute again for each 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from math import inf
 
@@ -49,6 +48,7 @@ from aqua_schedulers.conserve.offline_queue import OfflineQueue, is_due
 from aqua_schedulers.conserve.profile import StepLoad
 from aqua_schedulers.conserve.readings import Objectives, Reading
 from aqua_schedulers.conserve.settings import ConserveSettings
+from aqua_schedulers.conserve.step_budget import StepBudget
 from aqua_schedulers.conserve.step_time import PredictionBasis, StepTimes
 from aqua_schedulers.conserve.views import (
     NO_LIMIT,
@@ -58,36 +58,6 @@ from aqua_schedulers.conserve.views import (
     ServiceClass,
     StepUnderWay,
 )
-
-
-@dataclass(slots=True)
-class _StepInMaking:
-    """What has been decided of a step so far.
-
-    Attributes:
-        load: Of online and offline requests together.
-        limit_s: For the ordinary offline work of the step; `hard_limit_s` for that which is due,
-            `starved_limit_s` for the starved request. `kept_s` is the widest that has let any in.
-        token_room: Tokens that the step still takes.
-        free_blocks: Blocks that nothing holds or is about to take.
-        slots: Requests that may still come in.
-        has_prompts: Whether online prompts take part.
-        is_calm: Whether no online request does.
-    """
-
-    load: StepLoad
-    limit_s: float
-    hard_limit_s: float
-    starved_limit_s: float
-    kept_s: float
-    token_room: int
-    free_blocks: int
-    slots: int
-    has_prompts: bool
-    is_calm: bool
-    preempt: list[str] = field(default_factory=list)
-    offline_tokens: dict[str, int] = field(default_factory=dict)
-    offline_sum: int = 0
 
 
 class ConservePolicy:
@@ -180,14 +150,10 @@ class ConservePolicy:
         online = [each for each in view.running if each.service_class is ServiceClass.ONLINE]
         offline = [each for each in view.running if each.service_class is ServiceClass.OFFLINE]
         starved = self.waiting.starved(view.now_s)
-        due = {each.request_id for each in offline if self._is_due(each, view.now_s)}
+        dated = (each for each in offline if each.finish_by_s < inf)
+        due = {each.request_id for each in dated if self._is_due(each, view.now_s)}
         urgent = due if starved is None else due | {starved}
-        reclaimable = sum(
-            each.held_blocks - self.checkpoints.of(each.request_id).copying for each in offline
-        )
-        step, online_tokens = self._online(
-            view, online, reclaimable, keeps_back=starved is not None
-        )
+        step, online_tokens = self._online(view, online, offline, keeps_back=starved is not None)
         if step.free_blocks < 0 or step.slots < 0:
             self._take_from(step, offline, urgent)
             offline = [each for each in offline if each.request_id not in step.preempt]
@@ -242,10 +208,10 @@ class ConservePolicy:
         self,
         view: CoServingView,
         online: Sequence[CoServedRequest],
-        reclaimable: int,
+        offline: Sequence[CoServedRequest],
         *,
         keeps_back: bool,
-    ) -> tuple[_StepInMaking, int]:
+    ) -> tuple[StepBudget, int]:
         """Step 1: the tokens and blocks of online requests, and the limits that follow."""
         size = self._block_tokens
         free_blocks = view.free_blocks
@@ -267,6 +233,7 @@ class ConservePolicy:
             limit_s = hard_s = starved_s = reading.prompt_limit_s(prompts, view.now_s)
         else:
             limit_s = hard_s = starved_s = self._calm_limit_s
+        reclaimable = sum(map(self._freed_by, offline)) if prompts else 0
         kept_back = self._settings.starved_tokens if keeps_back and prompts else 0
         room = view.max_tokens - count - kept_back
         prompt_tokens = arriving_count = 0
@@ -293,7 +260,7 @@ class ConservePolicy:
         if is_calm:
             room = min(view.max_tokens, self._offline_step_tokens)
         limits = limit_s, hard_s, starved_s, limit_s
-        step = _StepInMaking(load, *limits, room, free_blocks, slots, bool(prompts), is_calm)
+        step = StepBudget(load, *limits, room, free_blocks, slots, bool(prompts), is_calm)
         return step, count + prompt_tokens
 
     def _prompt_tokens(
@@ -309,7 +276,7 @@ class ConservePolicy:
         return max(least, fits)
 
     def _take_from(
-        self, step: _StepInMaking, offline: Sequence[CoServedRequest], urgent: set[str]
+        self, step: StepBudget, offline: Sequence[CoServedRequest], urgent: set[str]
     ) -> None:
         """Step 2: victims until online requests have their blocks and slots."""
         for victim in sorted(offline, key=lambda each: self._loss(each, urgent)):
@@ -317,11 +284,15 @@ class ConservePolicy:
                 return
             self._preempt(step, victim)
 
-    def _preempt(self, step: _StepInMaking, victim: CoServedRequest) -> None:
-        """Take a request out; blocks that a copy still reads come free later."""
+    def _preempt(self, step: StepBudget, victim: CoServedRequest) -> None:
+        """Take a request out."""
         step.preempt.append(victim.request_id)
-        step.free_blocks += victim.held_blocks - self.checkpoints.of(victim.request_id).copying
+        step.free_blocks += self._freed_by(victim)
         step.slots += 1
+
+    def _freed_by(self, victim: CoServedRequest) -> int:
+        """Blocks that come free at once with a request; those that a copy reads do later."""
+        return victim.held_blocks - self.checkpoints.of(victim.request_id).copying
 
     def _preemptions(self, names: Sequence[str]) -> list[Preemption]:
         mode = PreemptionMode.SWAP if self._settings.swaps else PreemptionMode.RECOMPUTE
@@ -340,7 +311,7 @@ class ConservePolicy:
 
     def _fill(
         self,
-        step: _StepInMaking,
+        step: StepBudget,
         offline: Sequence[CoServedRequest],
         due: set[str],
         starved: str | None,
@@ -350,9 +321,13 @@ class ConservePolicy:
         for index, request in enumerate(offline):
             if index >= end or step.token_room <= 0:
                 return
+            name = request.request_id
             if request.is_loading:
                 continue
             tokens = self._tokens_for(step, request, due, starved)
+            is_ordinary = name not in due and name != starved
+            if not tokens and is_ordinary and step.is_full(self.times):
+                return
             need = self._need(request, tokens)
             while tokens and need > step.free_blocks and end - 1 > index:
                 end -= 1
@@ -362,27 +337,15 @@ class ConservePolicy:
                 tokens = has_blocks * self._block_tokens - request.computed_tokens
                 need = self._need(request, tokens)
             if tokens > 0:
-                self._give(step, request, tokens, need)
+                step.give(request, tokens, need)
 
     def _need(self, request: CoServedRequest, tokens: int) -> int:
         """Blocks that a request in memory lacks for so many more tokens."""
         blocks = -(-(request.computed_tokens + tokens) // self._block_tokens)
         return max(0, blocks - request.held_blocks)
 
-    def _give(
-        self, step: _StepInMaking, request: CoServedRequest, tokens: int, blocks: int
-    ) -> None:
-        step.offline_tokens[request.request_id] = tokens
-        step.offline_sum += tokens
-        step.token_room -= tokens
-        step.free_blocks -= blocks
-        if request.is_decode:
-            step.load = step.load.and_decode(request.known_tokens)
-        else:
-            step.load = step.load.and_chunk(tokens, request.computed_tokens)
-
     def _tokens_for(
-        self, step: _StepInMaking, request: CoServedRequest, due: set[str], starved: str | None
+        self, step: StepBudget, request: CoServedRequest, due: set[str], starved: str | None
     ) -> int:
         """The most tokens that an offline request may compute in the step."""
         wanted = min(request.pending_tokens, step.token_room)
@@ -411,7 +374,7 @@ class ConservePolicy:
 
     def _admit(
         self,
-        step: _StepInMaking,
+        step: StepBudget,
         view: CoServingView,
         due: set[str],
         overdue: CoServedRequest | None,
@@ -448,7 +411,7 @@ class ConservePolicy:
                 if not tokens:
                     break
                 admit.append(request.request_id)
-                self._give(step, request, tokens, need)
+                step.give(request, tokens, need)
             step.slots -= 1
         return admit, loading
 
@@ -456,7 +419,7 @@ class ConservePolicy:
         self,
         view: CoServingView,
         offline: Sequence[CoServedRequest],
-        step: _StepInMaking,
+        step: StepBudget,
         step_s: float,
     ) -> dict[str, int]:
         """Step 6: blocks to copy out, of the next victims first."""

@@ -35,6 +35,7 @@ from aqua_schedulers.cfs import (
     TenantAccounts,
     policy_named,
 )
+from aqua_schedulers.conserve import CoServedRequest
 from aqualib.engines.vllm.connector import find_connector
 from aqualib.engines.vllm.contract.versions import (
     holding_queue,
@@ -98,8 +99,8 @@ class AquaScheduler(EvictionScheduler):
         self._queue = PolicyRequestQueue()
         self.waiting = self._queue
         # Of running and loading requests, in the order of admission: what a decision does must not
-        # depend on string hashes.
-        self._holding: dict[str, None] = {}
+        # depend on string hashes. With what the co-serving policy was last shown of each.
+        self._holding: dict[str, CoServedRequest | None] = {}
         self._preemption_mode = PreemptionMode.SWAP
         self._is_turn = False
         self._overlaps = bool(vllm_config.scheduler_config.async_scheduling)

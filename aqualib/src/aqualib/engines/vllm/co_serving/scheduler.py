@@ -246,15 +246,16 @@ class CoServing:
         ahead = request.num_output_placeholders
         name = request.request_id
         is_offline = name in self._offline
+        output_tokens = request.num_output_tokens + ahead
         return CoServedRequest(
             name,
             ServiceClass.OFFLINE if is_offline else ServiceClass.ONLINE,
             self._arrivals_s.get(name, request.arrival_time),
             request.num_tokens + ahead,
             computed_tokens,
-            request.num_output_tokens + ahead,
+            output_tokens,
             held_blocks,
-            request.max_tokens - request.num_output_tokens,
+            max(0, request.max_tokens - output_tokens),
         )
 
     # --- Steps -------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ in both halves of its loop: how a chunk is aligned to the blocks of Mamba layers
 layers the answer may be any number up to the one in the question, and 0 of a running request means
 that it does not take part in the step but stays in memory.
 
-A step costs a view of each request that holds memory.
+A step costs a look at each request that holds memory, and a view of those that have computed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CoServingScheduler(LendingScheduler):
     paging: KvPagingScheduler | None
     _policy: FairPolicy
     _queue: PolicyRequestQueue
-    _holding: dict[str, None]
+    _holding: dict[str, CoServedRequest | None]
     _max_running: int
 
     def _open_co_serving(self, options: AquaOptions, block_tokens: int) -> None:
@@ -200,11 +200,7 @@ class CoServingScheduler(LendingScheduler):
         pool = self.kv_cache_manager.block_pool
         paging = self.paging
         running = [
-            co_serving.view(
-                request,
-                computed_tokens=request.num_computed_tokens,
-                held_blocks=self._held_blocks(request),
-            )
+            self._in_memory(co_serving, request)
             for request in map(self.requests.__getitem__, self._holding)
             if request.status == RequestStatus.RUNNING
         ]
@@ -226,6 +222,26 @@ class CoServingScheduler(LendingScheduler):
             block_bytes=max(1, paging.block_bytes) if paging is not None else 1,
             store_room_blocks=0 if paging is None else paging.table.room,
         )
+
+    def _in_memory(self, co_serving: CoServing, request: Any) -> CoServedRequest:
+        """A running request as the policy sees it: the same view until it has computed more.
+
+        Its blocks change only with its tokens, or with its place in memory, which the view shares.
+        """
+        name = request.request_id
+        computed_tokens = request.num_computed_tokens
+        known_tokens = request.num_tokens + request.num_output_placeholders
+        seen = self._holding[name]
+        if seen is None or (seen.computed_tokens, seen.known_tokens) != (
+            computed_tokens,
+            known_tokens,
+        ):
+            seen = self._holding[name] = co_serving.view(
+                request,
+                computed_tokens=computed_tokens,
+                held_blocks=self._held_blocks(request),
+            )
+        return seen
 
     def _arriving(self, co_serving: CoServing) -> list[CoServedRequest]:
         """Online requests that come in now if there is room."""
