@@ -54,7 +54,13 @@ from _burst_race import SHAPE, note
 from _bursts import read_trace
 from _records import Records
 from aqua_demo.co_serving.report import figures_of
-from aqua_demo.engines.online_load import Lengths, OnlineLoad, draw_lengths, write_offline_file
+from aqua_demo.engines.online_load import (
+    OUTPUT_MEDIAN,
+    Lengths,
+    OnlineLoad,
+    draw_lengths,
+    write_offline_file,
+)
 from aqua_demo.engines.race import (
     AT_ONCE,
     Engines,
@@ -95,7 +101,7 @@ BARS: Final = {
 }
 
 
-def main(
+def main(  # noqa: PLR0913 - a command has as many arguments as options
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     with_raw: Annotated[bool, typer.Option("--raw", help="With all requests, as JSON.")] = False,
@@ -103,6 +109,9 @@ def main(
     requests: Annotated[int, typer.Option(help="Online requests of a load.", min=20)] = 500,
     loads: Annotated[int, typer.Option(help="Loads, from the calmest on.", min=1, max=5)] = 5,
     seed: Annotated[int, typer.Option(help="Of arrivals and lengths.", min=0)] = 0,
+    output_median: Annotated[
+        int, typer.Option(help="Tokens of an online answer; fewer take less time.", min=8)
+    ] = OUTPUT_MEDIAN,
     step_profile: Annotated[
         Path | None, typer.Option(help="Else it is measured.", exists=True, dir_okay=False)
     ] = None,
@@ -110,7 +119,8 @@ def main(
 ) -> None:
     """Measure co-serving against engines without offline work."""
     require_environments()
-    kept = Records(records, {"requests": requests, "seed": seed, "trace": str(trace or "")})
+    run = {"requests": requests, "seed": seed, "trace": str(trace or "")}
+    kept = Records(records, run | {"output_median": output_median})
     # Else engines that have no turn stay stopped for ever.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="aqua-coserving-") as scratch:
@@ -119,7 +129,9 @@ def main(
         write_model(model, SHAPE)
         write_offline_file(offline, OFFLINE_COUNT, seed, FULL.longest_prompt)
         given = None if trace is None else read_trace(trace, FULL.blocks * FULL.block_tokens // 4)
-        lengths = [(p, o) for _, p, o in given] if given else draw_lengths(requests, seed)
+        lengths = (
+            [(p, o) for _, p, o in given] if given else draw_lengths(requests, seed, output_median)
+        )
         with started(folder, model, ["online"]) as engines:
             inputs = measure_alone(
                 lambda load: serve(engines["online"], Order(load)), lengths[:ALONE_COUNT]

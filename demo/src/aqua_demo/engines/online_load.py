@@ -35,6 +35,8 @@ ON_SHARE: Final = 0.3
 """Of the time, in which the on/off load has all its requests. Doubled, there is less of a burst."""
 ON_REQUESTS: Final = 20
 """Requests of an "on" on average. Doubled, bursts and pauses are twice as long."""
+OUTPUT_MEDIAN: Final = 90
+"""Tokens of an answer, as of chats. Doubled, as many requests take nearly twice as long."""
 OFFLINE_PROMPT: Final = 2
 """Offline prompts over those of people, by judgement: documents are longer than questions. Doubled,
 more of the offline work is prompts."""
@@ -101,14 +103,14 @@ def unanswered(arrival_s: float, prompt_tokens: int, output_tokens: int) -> Row:
     }
 
 
-def draw_lengths(count: int, seed: int) -> Lengths:
+def draw_lengths(count: int, seed: int, output_median: float = OUTPUT_MEDIAN) -> Lengths:
     """Prompt and output tokens: log-normal with long tails, cut to what the engine holds."""
     rng = random.Random(seed)
 
     def draw(median: float, spread: float, low: int, high: int) -> int:
         return round(min(high, max(low, median * math.exp(rng.gauss(0, spread)))))
 
-    return [(draw(110, 0.6, 16, 480), draw(90, 0.8, 8, 480)) for _ in range(count)]
+    return [(draw(110, 0.6, 16, 480), draw(output_median, 0.8, 8, 480)) for _ in range(count)]
 
 
 def draw_prompt(tokens: int, seed: int) -> list[int]:
