@@ -117,9 +117,7 @@ class MisdirectedRequestError(RequestInvalidError):
 
     code = "misdirected_request"
     http_status = 421
-    default_remedy = (
-        "Call it by an address that it listens on, or add the name: AQUA_ALLOWED_HOSTS."
-    )
+    default_remedy = "Call it by an address that it listens on."
 
 
 class MethodNotAllowedError(RequestInvalidError):

@@ -56,6 +56,23 @@ def test_a_url_that_names_nothing_is_refused(http: httpx.Client, path: str) -> N
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("path", ["v1/batches", "aqua/batches", "healthz", "no-such-path", "docs"])
+@pytest.mark.parametrize("host", ["elsewhere.example", "elsewhere.example:8080", "127.0.0.1.x", ""])
+def test_a_page_that_lets_its_own_name_point_here_gets_nothing(
+    http: httpx.Client, host: str, path: str
+) -> None:
+    answer = http.get(f"/{path}", headers={"Host": host})
+    assert answer.status_code == 421
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "misdirected_request")
+    assert "AQUA_BATCH_ALLOWED_HOSTS" in error["message"]
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1", "[::1]:8080"])
+def test_names_that_only_this_machine_has_are_answered_to(http: httpx.Client, host: str) -> None:
+    assert http.get("/v1/batches", headers={"Host": host}).status_code == 200
+
+
 @pytest.mark.parametrize("method", ["DELETE", "HEAD", "OPTIONS", "TRACE"])
 def test_a_method_that_a_url_does_not_have_is_refused(http: httpx.Client, method: str) -> None:
     answer = http.request(method, "/v1/batches")

@@ -19,8 +19,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from aqua_batch.service import routes
 from aqua_batch.service.dispatch.dispatcher import Dispatcher
@@ -38,12 +37,11 @@ from aqua_batch.service.rows.keys import has_keys
 from aqua_batch.service.rows.quotas import RequestRates
 from aqua_batch.service.settings import BatchSettings
 from aqua_batch.service.upkeep import Upkeep
+from aqua_cli.hosts import AllowedHosts
 from aqua_cli.service import is_loopback
-from aqua_protocol.errors import AquaError, ConfigError
+from aqua_protocol.errors import AquaError, ConfigError, MisdirectedRequestError
 
 log = structlog.get_logger(__name__)
-
-LOCAL_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 
 _DESCRIPTION: Final = """\
 OpenAI's Batch API on engines that serve others, too. Upload a file of requests, create a batch of
@@ -131,10 +129,10 @@ class BatchService:
         try:
             if not await services.database.read(has_keys):
                 self._require_loopback()
-                names = (*LOCAL_NAMES, services.settings.listen_host)
-                hosts = [*names, *services.settings.allowed_hosts]
                 # Without keys a web page could have a browser of this machine ask in its name.
-                self.asgi = TrustedHostMiddleware(self.asgi, hosts, www_redirect=False)
+                names = services.settings.allowed_hosts | {services.settings.listen_host}
+                hosts = AllowedHosts(names, variable="AQUA_BATCH_ALLOWED_HOSTS")
+                self.asgi = _answering_to(hosts, self.asgi)
             async with services.engines, services.dispatcher.running(), services.upkeep.running():
                 yield self
         finally:
@@ -172,6 +170,20 @@ def _api(services: BatchServices) -> FastAPI:
     for kind in (AquaError, RequestValidationError, HTTPException, Exception):
         api.add_exception_handler(kind, _answer_error)
     return api
+
+
+def _answering_to(hosts: AllowedHosts, application: ASGIApp) -> ASGIApp:
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if scope["type"] == "http":
+                hosts.require(dict(scope["headers"]).get(b"host"))
+        except MisdirectedRequestError as error:
+            answer = await _answer_error(Request(scope), error)
+            await answer(scope, receive, send)
+        else:
+            await application(scope, receive, send)
+
+    return checked
 
 
 async def _answer_error(_: Request, error: Exception) -> JSONResponse:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from aqua_protocol.errors import AquaError
+from aqua_protocol.errors import AquaError, RequestInvalidError
 
 
 class BatchApiError(AquaError):
@@ -79,7 +79,11 @@ class RateLimitError(BatchApiError):
 
 def error_body(error: AquaError) -> dict[str, Any]:
     """An error in OpenAI's form."""
-    kind = error.error_type if isinstance(error, BatchApiError) else "server_error"
+    kind = "server_error"
+    if isinstance(error, BatchApiError):
+        kind = error.error_type
+    elif isinstance(error, RequestInvalidError):
+        kind = BatchApiError.error_type
     message = f"{error.message}. {error.remedy}" if error.remedy else error.message
     param = error.param if isinstance(error, BatchApiError) else None
     return {"error": {"message": message, "type": kind, "param": param, "code": error.code}}

@@ -33,13 +33,13 @@ from weakref import WeakValueDictionary
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from aqua_cli.hosts import AllowedHosts
 from aqua_client.tracing import HEADER
 from aqua_coordinator.access.audit import AuditLog
 from aqua_coordinator.access.auth import Caller
 from aqua_coordinator.access.tokens import Role
 from aqua_coordinator.http.answers import JSON_HEADER, Answer, error_answer, typed
 from aqua_coordinator.http.connections import MAX_STRANGERS, Connection
-from aqua_coordinator.http.hosts import AllowedHosts
 from aqua_coordinator.http.hot_routes import HotRoutes, Shape, rendered, shape_of
 from aqua_coordinator.http.token_queue import FREE_BYTES, READING_BYTES, Place, TokenQueue
 from aqua_coordinator.services import Services
@@ -106,7 +106,11 @@ class RequestLimits:
         self._app = app
         self._hot_routes = hot_routes
         self._authenticator = services.authenticator
-        self._hosts = AllowedHosts(services.settings)
+        names = services.settings.allowed_hosts
+        self._hosts: AllowedHosts | None = None
+        if names or services.settings.tokens_file is None:
+            names |= {services.settings.listen_host}
+            self._hosts = AllowedHosts(names, variable="AQUA_ALLOWED_HOSTS")
         self._wants_certificates = services.settings.tls_client_ca is not None
         self._audit = services.audit
         self._metrics = services.metrics
@@ -208,7 +212,7 @@ class RequestLimits:
         shape = shape_of(method, path)
         is_api = path.startswith(API)
         connection.owing_since_s, connection.ahead_bytes = time.perf_counter(), 0
-        self._hosts.require(headers.get(b"host"))
+        self._require_host(headers.get(b"host"))
         self._require_certificate(connection, path)
         _require_one_name(path)
         body = b""
@@ -282,6 +286,10 @@ class RequestLimits:
             connection.leave()
             connection.ends = True
             raise
+
+    def _require_host(self, header: bytes | None) -> None:
+        if self._hosts is not None:
+            self._hosts.require(header)
 
     def _require_certificate(self, connection: Connection, path: str) -> None:
         if self._wants_certificates and not connection.certified and path not in PROBES:
