@@ -19,7 +19,7 @@ from aqua_schedulers.conserve import (
     StepTimeProfile,
 )
 from aqualib.engines.vllm.co_serving.abort_page import AbortPage
-from aqualib.engines.vllm.co_serving.scheduler import CoServing, StepTokens
+from aqualib.engines.vllm.co_serving.scheduler import SETTLED_STEPS, CoServing, StepTokens
 from aqualib.engines.vllm.options import read_options
 from aqualib.engines.vllm.requests.body import with_xargs
 from aqualib.engines.vllm.requests.priority import UrgentPriority
@@ -30,6 +30,7 @@ from aqualib.engines.vllm.requests.service_class import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 SERVING: dict[str, Any] = {"ttft_s": 1.0, "tpot_s": 0.1}
@@ -324,6 +325,74 @@ def test_an_arrival_parks_offline_requests_and_takes_the_saved_ones_memory_first
     assert served.tokens is not None
     assert served.tokens.take("unsaved", 4, is_offline=True, is_inside=True) == 0
     assert served.tokens.take("online", 100, is_offline=False, is_inside=False) == 100
+
+
+HAPPENINGS: dict[str, Callable[[CoServing], object]] = {
+    "online arrives": lambda served: served.arrived(request("new"), 1.0),
+    "offline arrives": lambda served: served.arrived(offline("new"), 1.0),
+    "offline comes in": lambda served: served.admitted("document"),
+    "online ends": lambda served: served.removed("person"),
+    "offline ends": lambda served: served.removed("document"),
+    "offline leaves": lambda served: served.preempted(offline("document"), None, 1.0),
+    "online leaves": lambda served: served.online_preempted([]),
+    "a copy begins": lambda served: served.copy_begun("document", 1),
+    "the store is emptied": lambda served: served.forget_saved(),
+    "vLLM refuses": lambda served: served.begun(
+        SimpleNamespace(num_scheduled_tokens={}), served.plan(decoding(served))
+    ),
+}
+
+
+def decoding(served: CoServing) -> CoServingView:
+    """An online request that decodes, and an offline one that is parked."""
+    facts = {"num_tokens": 101, "num_output_tokens": 1}
+    both = request("person", **facts), offline("document", **facts)
+    return view(*(served.view(each, computed_tokens=100, held_blocks=7) for each in both))
+
+
+def settled() -> CoServing:
+    served = co_serving()
+    for each in (request("person"), offline("document")):
+        served.arrived(each, 0.0)
+    served.admitted("document")
+    return served
+
+
+def test_a_plan_serves_some_steps_in_which_nothing_happens() -> None:
+    served = settled()
+    for _ in range(2):
+        plan = served.plan(decoding(served))
+        for step in range(SETTLED_STEPS):
+            served.begin()
+            assert served.settled_plan(0) is None, "no block for a decode"
+            assert served.settled_plan(1) is plan, step
+            assert served.tokens is not None
+            assert served.tokens.take("person", 1, is_offline=False, is_inside=True) == 1
+            assert served.tokens.take("document", 1, is_offline=True, is_inside=True) == 0
+        assert served.settled_plan(1) is None
+
+
+@pytest.mark.parametrize("happens", HAPPENINGS)
+def test_a_plan_serves_no_step_after_something_has_happened(happens: str) -> None:
+    served = settled()
+    served.plan(decoding(served))
+    HAPPENINGS[happens](served)
+    assert served.settled_plan(100) is None
+
+
+def test_a_plan_of_anything_but_decodes_serves_its_own_step_alone() -> None:
+    served = settled()
+    decodes = decoding(served)
+    prompt = served.view(request("prompt"), computed_tokens=50, held_blocks=4)
+    new = served.view(request("new"))
+    for shown in (
+        decodes._replace(arriving=[new]),
+        decodes._replace(running=[*decodes.running, prompt]),
+        decodes._replace(running=decodes.running[1:]),
+        decodes._replace(free_blocks=-1),
+    ):
+        served.plan(shown)
+        assert served.settled_plan(100) is None, shown
 
 
 def test_a_copy_counts_once_it_is_there_and_one_that_is_lost_begins_again() -> None:

@@ -52,6 +52,11 @@ from aqualib.engines.vllm.requests.service_class import service_class_of
 
 logger: Final = logging.getLogger("aqualib")
 
+SETTLED_STEPS: Final = 7
+"""Steps beyond its own that a plan serves while nothing happens, by judgement. Doubled, planning
+costs such steps half as much, and an offline request that becomes due, or starved, or fits beside
+longer answers, is noticed after twice as many."""
+
 
 class SavedBlocks(Protocol):
     """What the store says of a request's blocks; `KvPagingScheduler` does."""
@@ -155,6 +160,9 @@ class CoServing:
         self._copying: set[str] = set()
         self._steps: deque[_Step] = deque()
         self._stalled_steps = 0
+        # The last plan and the tokens of its online requests, while it serves further steps.
+        self._settled: tuple[CoServingPlan, int] | None = None
+        self._settled_steps = 0
         self._overlaps_steps = overlaps_steps
         self._plan: CoServingPlan | None = None
         self._order: SafepointOrder | None = None
@@ -183,6 +191,7 @@ class CoServing:
     def arrived(self, request: Any, now_s: float) -> bool:
         """A request of vLLM's arrived; returns whether it is offline."""
         name = request.request_id
+        self._settled = None
         self._arrivals_s[name] = now_s
         if self.aborts is not None:
             self.aborts.arrived(name)
@@ -203,12 +212,14 @@ class CoServing:
 
     def admitted(self, request_id: str) -> None:
         """An offline request holds blocks now."""
+        self._settled = None
         if self.policy.waiting.get(request_id) is not None:
             self.policy.waiting.take(request_id)
 
     def preempted(self, request: Any, saved: SavedBlocks | None, now_s: float) -> None:
         """An offline request gave up its blocks; what the store has of them is booked."""
         name = request.request_id
+        self._settled = None
         self._counts.offline_preemptions += 1
         self._end_copies(name)
         blocks = 0 if saved is None else saved.saved_tokens(name) // self.block_tokens
@@ -223,11 +234,13 @@ class CoServing:
 
     def online_preempted(self, running: Iterable[Any]) -> None:
         """An online request gave up its blocks; no offline one should run then."""
+        self._settled = None
         is_first = any(request.request_id in self._offline for request in running)
         self._counts.online_preempted_first += is_first
 
     def removed(self, request_id: str) -> None:
         """A request ended."""
+        self._settled = None
         self._arrivals_s.pop(request_id, None)
         if self.aborts is not None:
             self.aborts.got_somewhere([request_id])
@@ -278,6 +291,7 @@ class CoServing:
 
         While an online request is on its way to the scheduler, no step begins without one.
         """
+        self._settled = None
         if self._stalled_steps:
             view = view._replace(arriving=[])
         plan = self.policy.plan(view)
@@ -294,6 +308,27 @@ class CoServing:
         if self.policy.bounds_online:
             online_tokens = plan.online_tokens
         self.tokens = StepTokens(plan.offline_tokens, online_tokens)
+        self._plan = plan
+        if _is_settled(plan, view):
+            self._settled, self._settled_steps = (plan, online_tokens), SETTLED_STEPS
+        return plan
+
+    def settled_plan(self, free_blocks: int) -> CoServingPlan | None:
+        """The last plan, if it serves this step as well; its tokens are handed out again.
+
+        It does for some steps while online requests decode, offline ones are parked, and nothing
+        happens: no request comes, goes or moves, and nothing is copied.
+
+        Args:
+            free_blocks: Of which each online request may take one.
+        """
+        if self._settled is None or self._copying:
+            return None
+        plan, online_tokens = self._settled
+        if not self._settled_steps or free_blocks < plan.online_tokens:
+            return None
+        self._settled_steps -= 1
+        self.tokens = StepTokens({}, online_tokens)
         self._plan = plan
         return plan
 
@@ -331,6 +366,8 @@ class CoServing:
         is_refused = is_refused and not self._is_withheld
         is_stalled = is_refused and not is_memory_coming
         self._stalled_steps = self._stalled_steps + 1 if is_stalled else 0
+        if is_refused:
+            self._settled = None
         taken = output.num_scheduled_tokens
         offline = {name: tokens for name, tokens in taken.items() if name in self._offline}
         plan = plan._replace(offline_tokens=offline)
@@ -392,6 +429,7 @@ class CoServing:
 
     def forget_saved(self) -> None:
         """Nothing that is in the store is of use any more."""
+        self._settled = None
         for name in self._offline:
             self._end_copies(name)
             self.policy.checkpoints.lose(name)
@@ -427,6 +465,15 @@ class CoServing:
             "offline_budget_tokens": float(times.fixed_tokens if is_fixed else 0),
             "offline_requests_waiting": float(len(self.policy.waiting)),
         }
+
+
+def _is_settled(plan: CoServingPlan, view: CoServingView) -> bool:
+    """Whether the step after this one is as it, as long as nothing happens."""
+    moves = plan.preempt, plan.offline_tokens, plan.admit, plan.copy_in, plan.copy_out
+    if any(moves) or view.arriving:
+        return False
+    online = [each for each in view.running if each.service_class is ServiceClass.ONLINE]
+    return len(online) == plan.online_tokens > 0 and all(each.is_decode for each in online)
 
 
 def _profile_of(given: CoServingOptions, key: StepTimeKey) -> StepTimeProfile | None:

@@ -10,7 +10,8 @@ in both halves of its loop: how a chunk is aligned to the blocks of Mamba layers
 layers the answer may be any number up to the one in the question, and 0 of a running request means
 that it does not take part in the step but stays in memory.
 
-A step costs a look at each request that holds memory, and a view of those that have computed.
+A plan costs a look at each request that holds memory, and a view of those that have computed. While
+online requests decode, offline ones are parked and nothing happens, one plan serves some steps.
 """
 
 from __future__ import annotations
@@ -114,12 +115,22 @@ class CoServingScheduler(LendingScheduler):
             co_serving.settle_copies(self.paging, self.requests)
         if self._policy.begin_step():
             self._follow_fair_policy(co_serving)
+        elif (plan := self._settled_plan(co_serving)) is not None:
+            self._plan = plan
+            return
         plan = self._plan = co_serving.plan(self._co_serving_view(co_serving))
         self._preempt(plan.preempt)
         self._queue.admit([*self._listed, *plan.admit, *plan.copy_in])
         self._order_running(co_serving, plan.offline_tokens)
         if self.paging is not None:
             self._copy_out(co_serving, self.paging, plan)
+
+    def _settled_plan(self, co_serving: CoServing) -> CoServingPlan | None:
+        """The last plan, if it serves this step as well and no memory is on its way."""
+        paging = self.paging
+        if paging is not None and (paging.freeing_blocks or paging.loading_ids()):
+            return None
+        return co_serving.settled_plan(int(self.kv_cache_manager.block_pool.get_num_free_blocks()))
 
     def _order_running(self, co_serving: CoServing, planned: Iterable[str] = ()) -> None:
         """Have decodes, then prompts, offline requests as planned, and the other offline ones."""
