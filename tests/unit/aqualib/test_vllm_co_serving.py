@@ -364,12 +364,13 @@ def test_a_plan_serves_some_steps_in_which_nothing_happens() -> None:
         plan = served.plan(decoding(served))
         for step in range(SETTLED_STEPS):
             served.begin()
-            assert served.settled_plan(0) is None, "no block for a decode"
-            assert served.settled_plan(1) is plan, step
+            assert served.settled_plan(0, 2) is None, "no block for a decode"
+            assert served.settled_plan(1, 1) is None, "an operator has evicted one"
+            assert served.settled_plan(1, 2) is plan, step
             assert served.tokens is not None
             assert served.tokens.take("person", 1, is_offline=False, is_inside=True) == 1
             assert served.tokens.take("document", 1, is_offline=True, is_inside=True) == 0
-        assert served.settled_plan(1) is None
+        assert served.settled_plan(1, 2) is None
 
 
 @pytest.mark.parametrize("happens", HAPPENINGS)
@@ -377,7 +378,16 @@ def test_a_plan_serves_no_step_after_something_has_happened(happens: str) -> Non
     served = settled()
     served.plan(decoding(served))
     HAPPENINGS[happens](served)
-    assert served.settled_plan(100) is None
+    assert served.settled_plan(100, 2) is None
+
+
+def test_a_plan_that_leaves_an_arrival_out_serves_its_own_step_alone() -> None:
+    """After a step of which vLLM made nothing."""
+    served = settled()
+    HAPPENINGS["vLLM refuses"](served)
+    plan = served.plan(decoding(served)._replace(arriving=[served.view(request("new"))]))
+    assert plan.online_tokens == 1
+    assert served.settled_plan(100, 2) is None
 
 
 def test_a_plan_of_anything_but_decodes_serves_its_own_step_alone() -> None:
@@ -392,7 +402,7 @@ def test_a_plan_of_anything_but_decodes_serves_its_own_step_alone() -> None:
         decodes._replace(free_blocks=-1),
     ):
         served.plan(shown)
-        assert served.settled_plan(100) is None, shown
+        assert served.settled_plan(100, len(shown.running)) is None, shown
 
 
 def test_a_copy_counts_once_it_is_there_and_one_that_is_lost_begins_again() -> None:

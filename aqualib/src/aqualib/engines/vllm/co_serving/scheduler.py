@@ -103,6 +103,16 @@ class _Step(NamedTuple):
 
 
 @dataclass(slots=True)
+class _SettledPlan:
+    """A plan that serves further steps, with the tokens of its online requests."""
+
+    plan: CoServingPlan
+    online_tokens: int
+    running_count: int
+    steps_left: int = SETTLED_STEPS
+
+
+@dataclass(slots=True)
 class _Counts:
     offline_tokens: int = 0
     offline_preemptions: int = 0
@@ -160,9 +170,7 @@ class CoServing:
         self._copying: set[str] = set()
         self._steps: deque[_Step] = deque()
         self._stalled_steps = 0
-        # The last plan and the tokens of its online requests, while it serves further steps.
-        self._settled: tuple[CoServingPlan, int] | None = None
-        self._settled_steps = 0
+        self._settled: _SettledPlan | None = None
         self._overlaps_steps = overlaps_steps
         self._plan: CoServingPlan | None = None
         self._order: SafepointOrder | None = None
@@ -309,11 +317,11 @@ class CoServing:
             online_tokens = plan.online_tokens
         self.tokens = StepTokens(plan.offline_tokens, online_tokens)
         self._plan = plan
-        if _is_settled(plan, view):
-            self._settled, self._settled_steps = (plan, online_tokens), SETTLED_STEPS
+        if not self._stalled_steps and _is_settled(plan, view):
+            self._settled = _SettledPlan(plan, online_tokens, len(view.running))
         return plan
 
-    def settled_plan(self, free_blocks: int) -> CoServingPlan | None:
+    def settled_plan(self, free_blocks: int, running_count: int) -> CoServingPlan | None:
         """The last plan, if it serves this step as well; its tokens are handed out again.
 
         It does for some steps while online requests decode, offline ones are parked, and nothing
@@ -321,16 +329,17 @@ class CoServing:
 
         Args:
             free_blocks: Of which each online request may take one.
+            running_count: Requests of both classes.
         """
-        if self._settled is None or self._copying:
+        settled = self._settled
+        if settled is None or self._copying or running_count != settled.running_count:
             return None
-        plan, online_tokens = self._settled
-        if not self._settled_steps or free_blocks < plan.online_tokens:
+        if not settled.steps_left or free_blocks < settled.plan.online_tokens:
             return None
-        self._settled_steps -= 1
-        self.tokens = StepTokens({}, online_tokens)
-        self._plan = plan
-        return plan
+        settled.steps_left -= 1
+        self.tokens = StepTokens({}, settled.online_tokens)
+        self._plan = settled.plan
+        return settled.plan
 
     def safepoints_of(self, scheduled: Mapping[str, int]) -> SafepointOrder | None:
         """What workers are told of the step that vLLM has just scheduled, if it may be aborted.

@@ -130,7 +130,8 @@ class CoServingScheduler(LendingScheduler):
         paging = self.paging
         if paging is not None and (paging.freeing_blocks or paging.loading_ids()):
             return None
-        return co_serving.settled_plan(int(self.kv_cache_manager.block_pool.get_num_free_blocks()))
+        free_blocks = int(self.kv_cache_manager.block_pool.get_num_free_blocks())
+        return co_serving.settled_plan(free_blocks, len(self.running))
 
     def _order_running(self, co_serving: CoServing, planned: Iterable[str] = ()) -> None:
         """Have decodes, then prompts, offline requests as planned, and the other offline ones."""
