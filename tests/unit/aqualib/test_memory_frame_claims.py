@@ -16,7 +16,7 @@ from aqualib.memory.frame import Frame, PeerSlab
 from aqualib.memory.frame_store import FrameStore
 from aqualib.memory.migration_policy import Drain
 from aqualib.transports.base import Transport
-from harness.bounds import until
+from harness.bounds import HANG_S, until
 from harness.memory import PaperLender, PaperSlab
 
 SLAB_BYTES = 1 << 20
@@ -138,3 +138,32 @@ def test_a_claim_does_not_wait_for_frames_that_nobody_gives_up() -> None:
     store.dissolve(frames[0])
     with pytest.raises(CapacityError, match="used up"):
         store.claim(UNIT_BYTES)
+
+
+def test_a_claim_finds_the_room_that_another_thread_is_giving_back_for_a_finalizer() -> None:
+    store = store_of(1, PaperTransport())
+    frame = store.claim(UNIT_BYTES)
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def give_back() -> bool:
+        has_begun.set()
+        assert may_end.wait(HANG_S)
+        store.dissolve(frame)
+        return True
+
+    def sweep_and_claim() -> Frame:
+        store.sweep()
+        return store.claim(UNIT_BYTES)
+
+    store.leave(give_back)
+    with ThreadPoolExecutor(2) as threads:
+        sweeping = threads.submit(store.sweep)
+        assert has_begun.wait(HANG_S)
+        claiming = threads.submit(sweep_and_claim)
+        try:
+            with pytest.raises(TimeoutError):
+                claiming.result(0.2)
+        finally:
+            may_end.set()
+        sweeping.result(HANG_S)
+        assert claiming.result(HANG_S) is not frame

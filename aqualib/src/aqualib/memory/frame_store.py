@@ -23,7 +23,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -93,6 +93,7 @@ class FrameStore:
         self._closed = ""
         self._is_stopped = False
         self._leftovers: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
+        self._sweeping = threading.RLock()
 
     # --- Frames ---------------------------------------------------------------------------
 
@@ -316,18 +317,16 @@ class FrameStore:
         self._leftovers.put(work)
 
     def sweep(self) -> None:
-        """Do what finalizers left behind."""
-        for _ in range(min(self._leftovers.qsize(), MAX_LEFTOVERS_PER_SWEEP)):
-            try:
+        """Do what finalizers left behind; what another thread is at is done when it returns."""
+        with self._sweeping, suppress(queue.Empty):
+            for _ in range(min(self._leftovers.qsize(), MAX_LEFTOVERS_PER_SWEEP)):
                 work = self._leftovers.get_nowait()
-            except queue.Empty:
-                return
-            is_done = False
-            try:
-                is_done = work()
-            finally:
-                if not is_done:
-                    self._leftovers.put(work)
+                is_done = False
+                try:
+                    is_done = work()
+                finally:
+                    if not is_done:
+                        self._leftovers.put(work)
 
     # --- The whole ------------------------------------------------------------------------
 
@@ -397,7 +396,7 @@ class FrameStore:
 
     def forbid(self, reason: str) -> None:
         """Refuse all use in a forked child, where threads that hold the locks do not exist."""
-        self._lock = threading.RLock()
+        self._lock, self._sweeping = threading.RLock(), threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._closed = reason
         self._is_stopped = True
