@@ -107,6 +107,7 @@ class RequestLimits:
         self._hot_routes = hot_routes
         self._authenticator = services.authenticator
         names = services.settings.allowed_hosts
+        # With tokens a page from elsewhere has none: names count only if some are configured.
         self._hosts: AllowedHosts | None = None
         if names or services.settings.tokens_file is None:
             names |= {services.settings.listen_host}
