@@ -17,16 +17,17 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 import torch
 
 # Registers what happens when the interpreter ends before this module does; see there.
 import aqua_client.tracing
-from aqua_protocol import DEFAULT_SLAB_BYTES, AquaError, ConfigError
+from aqua_protocol import DEFAULT_SLAB_BYTES, AquaError, CapacityError, ConfigError
 from aqua_protocol.supervision import failing_loops
 from aqualib.blocks import BlockStore
 from aqualib.leasing.client import LeaseClient
@@ -56,6 +57,8 @@ Doubled, a program with a forgotten view ends two seconds later."""
 
 FORKED: Final = "this Aqua belongs to the parent process"
 CLOSED: Final = "this Aqua is closed"
+
+MadeT = TypeVar("MadeT", AquaTensor, BlockStore)
 
 _alive: weakref.WeakSet[Aqua] = weakref.WeakSet()
 
@@ -191,11 +194,8 @@ class Aqua:
             CapacityError: The store is full.
         """
         dims = (shape,) if isinstance(shape, int) else tuple(shape)
-        self._store.sweep()
         chosen = dtype or torch.get_default_dtype()
-        tensor = AquaTensor(self._transfers, self._allocator, dims, chosen)
-        self._lease_client.changed()  # There may be peer memory for frames that were made.
-        return tensor
+        return self._made(lambda: AquaTensor(self._transfers, self._allocator, dims, chosen))
 
     def offload(self, tensor: torch.Tensor) -> AquaTensor:
         """A tensor in the store with the values of `tensor`, which stays as it is.
@@ -219,11 +219,8 @@ class Aqua:
             ConfigError: A block does not fit into a slab.
             CapacityError: The host memory that the blocks would need is not free.
         """
-        self._store.sweep()
         sizes = {"block_bytes": block_bytes, "capacity_blocks": capacity_blocks}
-        store = BlockStore(self._transfers, **sizes)
-        self._lease_client.changed()  # There may be peer memory for frames that were made.
-        return store
+        return self._made(lambda: BlockStore(self._transfers, **sizes))
 
     def step(self) -> StepChanges | None:
         """Call it once per iteration: what has changed since, or None, in under a microsecond."""
@@ -330,6 +327,17 @@ class Aqua:
             self._link.close()
 
     # --- Inside ---------------------------------------------------------------------------
+
+    def _made(self, make: Callable[[], MadeT]) -> MadeT:
+        """What takes room of the store, which is full only once all finalizers' work is done."""
+        self._store.sweep()
+        try:
+            made = make()
+        except CapacityError:
+            self._store.sweep(sys.maxsize)
+            made = make()
+        self._lease_client.changed()  # There may be peer memory for frames that were made.
+        return made
 
     def _abandon(self) -> None:
         """In a forked child: refuse further use; the parent's threads do not run here."""

@@ -11,6 +11,7 @@ import torch
 
 from aqua_protocol import CapacityError
 from aqualib.consumer import Aqua
+from aqualib.memory.frame_store import MAX_LEFTOVERS_PER_SWEEP
 from aqualib.tensor import Location
 from harness.consumers import consuming
 from harness.producers import SLAB
@@ -160,6 +161,18 @@ def test_release_inside_pinned_is_refused(aqua: Aqua) -> None:
             tensor.release()
         view[0] = 1
     tensor.release()
+
+
+@pytest.mark.parametrize("what", ["tensor", "blocks"])
+def test_the_room_of_all_collected_tensors_is_there_at_once(aqua: Aqua, what: str) -> None:
+    count = LIMIT * SLAB // 256
+    assert count > 2 * MAX_LEFTOVERS_PER_SWEEP
+    tensors = [aqua.empty(64) for _ in range(count)]
+    tensors.clear()
+    if what == "tensor":
+        assert aqua.empty(LIMIT * SLAB // 4).nbytes == LIMIT * SLAB
+    else:
+        assert aqua.block_store(SLAB, LIMIT).capacity_blocks == LIMIT
 
 
 def test_the_room_under_a_surviving_view_is_not_given_to_anyone_else(aqua: Aqua) -> None:

@@ -316,10 +316,10 @@ class FrameStore:
         """Have `work` done soon; it says whether it is done. For finalizers: takes no lock."""
         self._leftovers.put(work)
 
-    def sweep(self) -> None:
+    def sweep(self, max_count: int = MAX_LEFTOVERS_PER_SWEEP) -> None:
         """Do what finalizers left behind; what another thread is at is done when it returns."""
         with self._sweeping, suppress(queue.Empty):
-            for _ in range(min(self._leftovers.qsize(), MAX_LEFTOVERS_PER_SWEEP)):
+            for _ in range(min(self._leftovers.qsize(), max_count)):
                 work = self._leftovers.get_nowait()
                 is_done = False
                 try:
