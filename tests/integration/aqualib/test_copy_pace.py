@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import threading
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
+import pytest
 import torch
 
 from aqua_protocol import MIB, PROTOCOL_VERSION
-from aqua_protocol.channel import PACED, Hello, Pace, Pong
+from aqua_protocol.channel import CONSUMER_MESSAGES, PACED, Hello, Pace, Pong
+from aqualib.channel import Channel
 from aqualib.engines.torch_loop import CountedMemoryLimit, TorchLoop
 from aqualib.engines.vllm.lending.engine_ranks import EngineRanks
 from aqualib.engines.vllm.lending.kv_lending import EngineLoad
@@ -22,7 +27,7 @@ from aqualib.producer.copy_limit import FIRST_RATE
 from aqualib.producer.device import EmulatedMemory
 from aqualib.producer.informer import Informer
 from aqualib.producer.profile import Profile
-from aqualib.producer.server import MAX_UNANSWERED
+from aqualib.producer.server import MAX_UNANSWERED, LeaseServer, Peer, Stage
 from aqualib.transports.host_pages import PAGE_BYTES
 from harness.block_pool import PaperPool
 from harness.bounds import until
@@ -99,6 +104,25 @@ def test_an_engine_of_vllm_that_lends_tells_its_steps(aqua: Aqua, issuer: TokenI
         service.metrics.steps.begun(1, LentState.HELD, 0.0)
         service.step_ended(1, LONG_STEP_S)
         until(lambda: told(aqua) == 0.0, "asked to hold back")
+
+
+def test_a_consumer_whose_slabs_are_being_handed_out_hears_the_pace_after_them() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    woken = SimpleNamespace(wake=lambda: None)
+    with theirs, contextlib.closing(Channel(ours, CONSUMER_MESSAGES)) as channel:
+        peer = Peer(channel, cast("LeaseServer", woken))
+        peer.knows(f"1.0{PACED}")
+        peer.stage = Stage.HANDING
+        peer.pace(Pace(bytes_per_s=1.0, lasts_s=60.0))
+        peer.pace(Pace(bytes_per_s=0.0, lasts_s=60.0))
+        theirs.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            theirs.recv(1024)
+        peer.handed_out()
+        assert b'"bytes_per_s":0.0' in theirs.recv(1024)
+        with pytest.raises(BlockingIOError):
+            theirs.recv(1024)
+        os.close(peer.pidfd)
 
 
 def test_a_consumer_of_before_hears_nothing_that_it_does_not_know(

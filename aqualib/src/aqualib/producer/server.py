@@ -121,6 +121,7 @@ class Peer:
         self._server = server
         self._waiting: deque[Wire] = deque()
         self._knows_pace = False
+        self._first_pace: Pace | None = None
         self._unanswered = 0
 
     def __repr__(self) -> str:
@@ -151,9 +152,11 @@ class Peer:
     def pace(self, message: Pace) -> None:
         """Ask for a pace, unless the peer knows none or has left others unanswered.
 
-        Never kept: the next one is about now. Nor do they fill the queue of a peer that is stopped,
-        for which a reclaim could not be left.
+        Kept while slabs are handed out, and else never: the next one is about now. Nor do they fill
+        the queue of a peer that is stopped, for which a reclaim could not be left.
         """
+        if self.stage is Stage.HANDING:
+            self._first_pace = message
         is_free = self.connected and self.stage is Stage.OPEN and not self._waiting
         if is_free and self._knows_pace and self._unanswered < MAX_UNANSWERED:
             self._unanswered += self._try(message)
@@ -190,6 +193,8 @@ class Peer:
         self.stage = Stage.OPEN
         self.deadline_at_s = time.monotonic() + SEND_TIMEOUT_S
         self.flush()
+        if self._first_pace is not None:
+            self.pace(self._first_pace)
         self._server.wake()
 
     def _try(self, message: Wire) -> bool:
