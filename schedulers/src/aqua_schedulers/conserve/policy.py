@@ -325,8 +325,7 @@ class ConservePolicy:
             if request.is_loading:
                 continue
             tokens = self._tokens_for(step, request, due, starved)
-            is_ordinary = name not in due and name != starved
-            if not tokens and is_ordinary and step.is_full(self.times):
+            if not tokens and name not in due and name != starved and step.is_full(self.times):
                 return
             need = self._need(request, tokens)
             while tokens and need > step.free_blocks and end - 1 > index:
