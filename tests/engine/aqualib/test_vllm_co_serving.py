@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
-SEEDS: Final = 64
+SEEDS: Final = 72
 # Objectives that steps of a simulation keep to, however busy the machine.
 SERVING: Final = {"ttft_s": 1000.0, "tpot_s": 60.0}
 SWAP: Final = Shape(
@@ -44,6 +44,8 @@ SHAPES: Final = [
     # Without a profile the paper's reading alone has both classes in one step.
     replace(SWAP, aqua={**CONSERVE, "mode": "recompute"}, caches_prefixes=True),
     replace(SWAP, aqua={**SWAP.aqua, "policy": "first-token"}, offline=1.0),
+    # Offline requests stay in memory, parked, while few online ones decode.
+    PARKED := replace(SWAP, blocks=60, requests=30, offline=0.9),
 ]
 
 
@@ -111,6 +113,34 @@ def test_an_online_load_and_the_offline_prompt_parked_for_it_do_not_wait_for_eac
     """
     shape = replace(SWAP, blocks=24, caches_prefixes=True, loss=0.3)
     assert wrong(lives(model, shape, range(1, 3))) == 0
+
+
+def test_vllm_asks_no_parked_request_in_a_settled_step(model: str) -> None:
+    asked: list[tuple[bool, bool]] = []
+    budgets: set[int] = set()
+
+    def watch(engine: Any) -> None:  # noqa: ANN401 - of vLLM's scheduler
+        scheduler = engine.scheduler
+        ask, schedule = scheduler._mamba_block_aligned_split, scheduler.schedule
+
+        def note_and_ask(request: Any, *args: Any, **kwargs: Any) -> int:  # noqa: ANN401 - vLLM's
+            is_offline = scheduler.co_serving.is_offline(request.request_id)
+            asked.append((scheduler._is_settled, is_offline))
+            return int(ask(request, *args, **kwargs))
+
+        def schedule_and_note(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
+            output = schedule(*args, **kwargs)
+            budgets.add(scheduler.max_num_scheduled_tokens)
+            return output
+
+        scheduler._mamba_block_aligned_split = note_and_ask
+        scheduler.schedule = schedule_and_note
+
+    assert wrong(lives(model, PARKED, range(4), begin=watch)) == 0
+    assert asked.count((True, False)) > 100
+    assert (True, True) not in asked
+    assert (False, True) in asked
+    assert len(budgets) == 1, "it is put back"
 
 
 def test_zeroed_checkpoints_change_outputs(model: str) -> None:

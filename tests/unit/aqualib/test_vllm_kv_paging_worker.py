@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -302,11 +303,23 @@ def test_a_worker_says_once_what_its_store_holds() -> None:
         assert worker.take_report() is None
 
 
+def test_a_plan_is_sent_as_what_is_not_empty_in_it() -> None:
+    plan = PagingPlan(in_places=[3], async_loads={"a": ([1], [2])})
+    assert pickle.loads(pickle.dumps(plan)) == plan  # noqa: S301 - our own
+    assert pickle.loads(pickle.dumps(PagingPlan())) == PagingPlan()  # noqa: S301 - our own
+    assert len(pickle.dumps(PagingPlan())) < len(pickle.dumps(plan))
+
+
 def test_a_step_that_pages_nothing_changes_no_figure() -> None:
     with paging() as (worker, _):
         worker.take_report()
-        before = worker.totals()
+        assert worker.take_totals()
         worker.page_out(PagingPlan())
         worker.page_in(PagingPlan())
-        assert worker.totals() == before, "figures that change are sent with every step"
+        assert worker.take_totals() is None, "figures that change are sent with every step"
         assert worker.take_report() is None
+        worker.page_out(PagingPlan(out_places=[0], out_blocks=[1]))
+        counted = worker.take_totals()
+        assert counted is not None
+        assert counted["kv_paged_out_bytes"] == worker.block_bytes
+        assert counted["kv_step_wait_seconds"] > 0

@@ -55,6 +55,27 @@ def test_steps_that_overlap_last_from_the_end_of_the_one_before() -> None:
     assert timer.ended(output(decode=1), 15.0) is None, "it began while nothing was timed"
 
 
+def test_a_step_that_is_not_timed_neither_hides_one_that_is_nor_begins_it() -> None:
+    timer = StepTimer()
+    untimed, timed, later = (output(decode=1) for _ in range(3))
+    timer.called(10.0)
+    timer.skipped()
+    timer.called(10.5)
+    timer.scheduled(timed, REQUESTS)
+    assert timer.ended(untimed, 11.0) is None
+    step = timer.ended(timed, 12.0)
+    assert step is not None
+    assert step.seconds == 1.0, "since the end of the one before, though nobody timed that"
+    timer.called(20.0)
+    timer.skipped()
+    timer.called(30.0)
+    timer.scheduled(later, REQUESTS)
+    step = timer.ended(later, 31.0)
+    assert step is not None
+    assert not timer.is_waiting
+    assert step.seconds == 1.0, "the call of the untimed step before is not this one's"
+
+
 def test_nothing_is_recorded_unasked_and_a_full_recording_ends() -> None:
     log = StepLog()
     step = MeasuredStep(StepLoad().and_decode(4), 0.5)

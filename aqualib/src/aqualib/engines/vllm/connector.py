@@ -86,6 +86,7 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         self.paging_worker: KvPagingWorker | None = None
         # A worker's, once its cache is there.
         self._safepoints: Safepoints | None = None
+        self._do_layers_ask = False
         self._block_count = kv_cache_config.num_blocks
         self._parallel = vllm_config.parallel_config
         self._meter = Meter()
@@ -237,6 +238,7 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         """A step begins: page out what it may overwrite."""
         if self._safepoints is not None:
             self._safepoints.begin(kv_connector_metadata.safepoints)
+            self._do_layers_ask = self._safepoints.has_order
         if self.paging_worker is not None:
             self.paging_worker.page_out(kv_connector_metadata)
 
@@ -247,12 +249,11 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
             plan = self._get_connector_metadata()
             is_layer_wise = bool(plan.in_places) and asks_for_layers(forward_context)
             self.paging_worker.page_in(plan, is_layer_wise=is_layer_wise)
+            self._do_layers_ask |= self.paging_worker.is_loading_layers
 
     def has_connector_metadata(self) -> bool:
         """Whether layers have anything to ask in this step: vLLM has them ask only then."""
-        safepoints, paging = self._safepoints, self.paging_worker
-        is_watched = safepoints is not None and safepoints.has_order
-        return is_watched or (paging is not None and paging.is_loading_layers)
+        return self._do_layers_ask
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Abort the step here if that is wanted; else wait for what the layer reads.
@@ -313,9 +314,12 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> AquaStats | None:
         """Read what this half has counted since the last call."""
-        half = self.paging_scheduler or self._reporting
+        half = self.paging_scheduler
         if half is None:
-            return None
+            counted = None if self._reporting is None else self._reporting.take_totals()
+            return None if counted is None else self._meter.read(counted)
+        if self.co_serving is not None and self.co_serving.is_settled:
+            return None  # Nothing has happened that would be counted.
         co_serving = {} if self.co_serving is None else self.co_serving.totals()
         pins = {} if self.pins is None else self.pins.levels()
         return self._meter.read({**half.totals(), **self.switches.levels(), **pins, **co_serving})

@@ -48,7 +48,12 @@ class AquaWorker(PlatformWorker):
         if self._aborted is not None:
             aborted, self._aborted = self._aborted, None
             return aborted
-        return super().sample_tokens(grammar_output)
+        output = super().sample_tokens(grammar_output)
+        if isinstance(output, ModelRunnerOutput) and isinstance(
+            get_kv_transfer_group(), AquaConnector
+        ):
+            _leave_out_nothing(output)
+        return output
 
     def _output_of_aborted(self, scheduler_output: Any) -> ModelRunnerOutput:
         """An output without a token, and with all that the connector reports."""
@@ -72,3 +77,16 @@ class AquaWorker(PlatformWorker):
             sampled_token_ids=[[] for _ in names],
             kv_connector_output=reported,
         )
+
+
+def _leave_out_nothing(output: ModelRunnerOutput) -> None:
+    """Send no report of a connector that has nothing to report, as in most steps."""
+    reported = output.kv_connector_output
+    if reported is not None and not (
+        reported.finished_sending
+        or reported.finished_recving
+        or reported.invalid_block_ids
+        or reported.kv_connector_stats
+        or reported.kv_connector_worker_meta
+    ):
+        output.kv_connector_output = None

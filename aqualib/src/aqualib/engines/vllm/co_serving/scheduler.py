@@ -321,6 +321,11 @@ class CoServing:
             self._settled = _SettledPlan(plan, online_tokens, len(view.running))
         return plan
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing has happened since the last plan, which serves further steps."""
+        return self._settled is not None
+
     def settled_plan(self, free_blocks: int, running_count: int) -> CoServingPlan | None:
         """The last plan, if it serves this step as well; its tokens are handed out again.
 

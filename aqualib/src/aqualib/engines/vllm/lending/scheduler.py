@@ -80,6 +80,7 @@ class LendingScheduler(Scheduler):
         self.step_timer: Final = StepTimer()
         self.pins: PrefixPinTable | None = None
         self._block_lock = threading.RLock()
+        self._step_tokens = self.max_num_scheduled_tokens
         self._left_waiting = 0
         self._is_starved = False
         self._arrived_count = 0
@@ -110,7 +111,8 @@ class LendingScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule as vLLM does, with the blocks that are there."""
-        if not self._times_steps:
+        if not self._times_step:
+            self.step_timer.skipped()
             return self._schedule_lending(*args, **kwargs)
         self.step_timer.called(time.monotonic())
         output = self._schedule_lending(*args, **kwargs)
@@ -118,8 +120,8 @@ class LendingScheduler(Scheduler):
         return output
 
     @property
-    def _times_steps(self) -> bool:
-        """Whether anything goes by how long steps take."""
+    def _times_step(self) -> bool:
+        """Whether anything goes by how long the step takes that is scheduled now."""
         return self.step_log.is_recording
 
     def _step_ended(self, output: Any, step: MeasuredStep, now_s: float) -> None:  # noqa: ARG002 - for subclasses
@@ -149,7 +151,7 @@ class LendingScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Note that a step has ended, and go on as vLLM does."""
-        if self._times_steps:
+        if self.step_timer.is_waiting:
             now_s = time.monotonic()
             if (step := self.step_timer.ended(scheduler_output, now_s)) is not None:
                 self._step_ended(scheduler_output, step, now_s)
@@ -196,7 +198,7 @@ class LendingScheduler(Scheduler):
 
     def _had_room(self, output: Any) -> bool:
         """Whether a step had tokens and a place left for another request."""
-        has_tokens = output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
+        has_tokens = output.total_num_scheduled_tokens < self._step_tokens
         return has_tokens and len(self.running) < max_running(self)
 
     def _count_swapped_bytes(self) -> int:

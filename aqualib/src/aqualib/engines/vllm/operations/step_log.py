@@ -58,6 +58,15 @@ class StepTimer:
         if self._called_s is None:
             self._called_s = now_s
 
+    def skipped(self) -> None:
+        """That call gave a step that is not timed."""
+        self._called_s = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a timed step is under way; then the end of any other matters, too."""
+        return bool(self._under_way)
+
     def scheduled(self, output: Any, requests: Mapping[str, Any]) -> None:
         """That call gave a step, which may compute nothing.
 
@@ -73,14 +82,15 @@ class StepTimer:
         """A step's output is there; steps end in the order in which they were scheduled.
 
         Returns:
-            What it was; None of one that was scheduled while no step was timed.
+            What it was; None of one that was not timed.
         """
         last_end_s, self._last_end_s = self._last_end_s, now_s
-        while self._under_way:
+        if all(known is not output for known, _, _ in self._under_way):
+            return None
+        known = None
+        while known is not output:
             known, load, begun_s = self._under_way.popleft()
-            if known is output:
-                return MeasuredStep(load, now_s - max(begun_s, last_end_s))
-        return None
+        return MeasuredStep(load, now_s - max(begun_s, last_end_s))
 
 
 class StepLog:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from aqua_protocol import MIB
 from aqua_schedulers.cfs import PagingTier
@@ -55,6 +55,13 @@ class PagingPlan:
     async_saves: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
     urgent_saves: list[int] = field(default_factory=list)
     safepoints: SafepointOrder | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what is not empty: most steps page nothing, and each plan is sent."""
+        values = [getattr(self, name) for name in self.__match_args__]
+        while values and not values[-1]:
+            values.pop()
+        return type(self), tuple(values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,11 @@ class KvPagingWorker:
         self._reported = (PagingTier.NOWHERE, 0.0)
         self._is_told = False
         self._lock = threading.Lock()
+        # Goes up with whatever is counted or to be reported; `_lock` guards it. Most steps find it
+        # as the step before left it.
+        self._version = 0
+        self._counted_version = self._reported_version = -1
+        self._was_unreached = False
         self._loader = SerialExecutor("aqua-kv-load")
         self._loader_staging: torch.Tensor | None = None
         self._load_stream = SideStream(self._blocks.device, is_urgent=True)
@@ -238,9 +243,12 @@ class KvPagingWorker:
         """What changed since the last report; None if nothing did."""
         if self.aqua.step() is not None:
             self._note_leases()
-            self._location = None
         while self._save_jobs and self._save_jobs[0].done():
             self._save_jobs.popleft().result()
+        is_rate_old = self._rate > 0 and time.monotonic() - self._rated_s > RATE_LIFETIME_S
+        if self._version == self._reported_version and not is_rate_old:
+            return None
+        self._reported_version = self._version
         # What is acknowledged has been counted and, where it failed, is among the lost.
         location = self._location = self._location or self.location()
         with self._lock:
@@ -262,9 +270,13 @@ class KvPagingWorker:
     def _describe(self) -> WorkerStore:
         return WorkerStore(0 if self.store is None else len(self._slots), self.block_bytes)
 
-    def totals(self) -> dict[str, float]:
-        """What is counted here, by the names of `operations.metrics`."""
+    def take_totals(self) -> dict[str, float] | None:
+        """What is counted here, by the names of `operations.metrics`; None if it is as before."""
+        is_unreached = self.aqua.coordinator_error is not None
+        if self._version == self._counted_version and is_unreached == self._was_unreached:
+            return None
         with self._lock:
+            self._counted_version, self._was_unreached = self._version, is_unreached
             return {
                 "kv_paged_out_bytes": self.paged_bytes["out"],
                 "kv_paged_in_bytes": self.paged_bytes["in"],
@@ -273,7 +285,7 @@ class KvPagingWorker:
                 "kv_failures": self.failures.total(),
                 "kv_drained_bytes": self._drained_bytes,
                 "kv_reclaim_seconds": self._reclaim_s,
-                "workers_without_coordinator": float(self.aqua.coordinator_error is not None),
+                "workers_without_coordinator": float(is_unreached),
             }
 
     def location(self) -> PagingTier:
@@ -385,6 +397,7 @@ class KvPagingWorker:
         self._save(*job)
         with self._lock:
             self._acknowledged[number] += 1
+            self._version += 1
 
     def _save(self, mark: Any, places: list[int], blocks: list[int]) -> None:
         """Page out beside the model: blocks and places are the scheduler's to keep in place."""
@@ -413,6 +426,7 @@ class KvPagingWorker:
     def _lose(self, places: Iterable[int]) -> None:
         with self._lock:
             self._lost.update(places)
+            self._version += 1
 
     def _empty(self, places: Sequence[int]) -> None:
         if not len(places) or self.store is None:
@@ -430,6 +444,7 @@ class KvPagingWorker:
         with self._lock:
             self.paged_bytes[direction] += nbytes
             self.paging_s[direction] += took_s
+            self._version += 1
             if nbytes >= MIN_RATE_BYTES:
                 past = self._rate or nbytes / took_s
                 self._rate = RATE_MEMORY * past + (1 - RATE_MEMORY) * nbytes / took_s
@@ -446,8 +461,13 @@ class KvPagingWorker:
         }
         self._reclaim_s += sum(took for name, took in ended.items() if name not in self._reclaims)
         self._reclaims = set(ended)
+        self._location = None
+        with self._lock:
+            self._version += 1
 
     def _fail(self, error: AquaError, what: str) -> None:
-        self.failures[error.code] += 1
+        with self._lock:
+            self.failures[error.code] += 1
+            self._version += 1
         if self.failures[error.code] == 1:
             logger.warning("%s: %s (further cases are only counted)", what, error)

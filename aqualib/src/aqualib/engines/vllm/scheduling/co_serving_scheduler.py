@@ -66,10 +66,12 @@ class CoServingScheduler(LendingScheduler):
     _queue: PolicyRequestQueue
     _holding: dict[str, CoServedRequest | None]
     _max_running: int
+    max_num_scheduled_tokens: int
 
     def _open_co_serving(self, options: AquaOptions, block_tokens: int) -> None:
         self.co_serving = None
         self._plan: CoServingPlan | None = None
+        self._is_settled = False
         # Online requests that the fair policy admits until it decides again.
         self._listed: Sequence[str] = ()
         if options.co_serving is None:
@@ -116,7 +118,7 @@ class CoServingScheduler(LendingScheduler):
         if self._policy.begin_step():
             self._follow_fair_policy(co_serving)
         elif (plan := self._settled_plan(co_serving)) is not None:
-            self._plan = plan
+            self._plan, self._is_settled = plan, True
             return
         plan = self._plan = co_serving.plan(self._co_serving_view(co_serving))
         self._preempt(plan.preempt)
@@ -145,9 +147,28 @@ class CoServingScheduler(LendingScheduler):
 
         self.running.sort(key=place)
 
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedule as planned; in a settled step vLLM need not ask those that are parked."""
+        if not self._is_settled or self._plan is None:
+            return super().schedule(*args, **kwargs)
+        # It stops asking once all tokens are given out, and online requests are asked first.
+        budget = self.max_num_scheduled_tokens
+        self.max_num_scheduled_tokens = self._plan.online_tokens
+        try:
+            return super().schedule(*args, **kwargs)
+        finally:
+            self.max_num_scheduled_tokens = budget
+
     def _step_begun(self, output: Any) -> None:
-        """VLLM has scheduled a step; it may have been planned."""
+        """VLLM has scheduled a step; it may have been planned.
+
+        One that is settled says nothing that the planned one before it has not said, unless vLLM
+        refused it.
+        """
         plan, self._plan = self._plan, None
+        is_settled, self._is_settled = self._is_settled, False
+        if is_settled and output.num_scheduled_tokens:
+            return
         if self.co_serving is not None and plan is not None:
             is_memory_coming = self.paging is not None and self.paging.freeing_blocks > 0
             block_tokens = self.co_serving.block_tokens
@@ -168,8 +189,8 @@ class CoServingScheduler(LendingScheduler):
         return frozenset(written)
 
     @property
-    def _times_steps(self) -> bool:
-        return self.co_serving is not None or super()._times_steps
+    def _times_step(self) -> bool:
+        return (self._plan is not None and not self._is_settled) or super()._times_step
 
     def _step_ended(self, output: Any, step: MeasuredStep, now_s: float) -> None:
         super()._step_ended(output, step, now_s)
