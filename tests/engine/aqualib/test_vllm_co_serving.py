@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import pytest
 
+from aqualib.engines.vllm.co_serving.scheduler import StepTokens
 from harness.vllm_disturbances import lives, wrong
 from harness.vllm_program import Scenario, run
 from harness.vllm_shapes import Shape
@@ -45,7 +46,7 @@ SHAPES: Final = [
     replace(SWAP, aqua={**CONSERVE, "mode": "recompute"}, caches_prefixes=True),
     replace(SWAP, aqua={**SWAP.aqua, "policy": "first-token"}, offline=1.0),
     # Offline requests stay in memory, parked, while few online ones decode.
-    PARKED := replace(SWAP, blocks=60, requests=30, offline=0.9),
+    PARKED := replace(SWAP, blocks=100, requests=40, offline=0.9),
 ]
 
 
@@ -115,27 +116,39 @@ def test_an_online_load_and_the_offline_prompt_parked_for_it_do_not_wait_for_eac
     assert wrong(lives(model, shape, range(1, 3))) == 0
 
 
-def test_vllm_asks_no_parked_request_in_a_settled_step(model: str) -> None:
+def test_vllm_asks_no_parked_request_in_a_settled_step(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[bool, bool]] = []
     budgets: set[int] = set()
+    is_settled = False
+    take = StepTokens.take
+
+    def note_and_take(tokens: StepTokens, *args: Any, is_offline: bool, **kwargs: Any) -> int:  # noqa: ANN401 - its own
+        asked.append((is_settled, is_offline))
+        return take(tokens, *args, is_offline=is_offline, **kwargs)
 
     def watch(engine: Any) -> None:  # noqa: ANN401 - of vLLM's scheduler
-        scheduler = engine.scheduler
-        ask, schedule = scheduler._mamba_block_aligned_split, scheduler.schedule
+        co_serving, schedule = engine.scheduler.co_serving, engine.scheduler.schedule
+        settled_plan = co_serving.settled_plan
 
-        def note_and_ask(request: Any, *args: Any, **kwargs: Any) -> int:  # noqa: ANN401 - vLLM's
-            is_offline = scheduler.co_serving.is_offline(request.request_id)
-            asked.append((scheduler._is_settled, is_offline))
-            return int(ask(request, *args, **kwargs))
+        def note_plan(*args: Any) -> Any:  # noqa: ANN401 - its own
+            nonlocal is_settled
+            plan = settled_plan(*args)
+            is_settled = plan is not None
+            return plan
 
-        def schedule_and_note(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
-            output = schedule(*args, **kwargs)
-            budgets.add(scheduler.max_num_scheduled_tokens)
+        def schedule_and_note() -> Any:  # noqa: ANN401 - vLLM's
+            nonlocal is_settled
+            is_settled = False
+            output = schedule()
+            budgets.add(engine.scheduler.max_num_scheduled_tokens)
             return output
 
-        scheduler._mamba_block_aligned_split = note_and_ask
-        scheduler.schedule = schedule_and_note
+        co_serving.settled_plan = note_plan
+        engine.scheduler.schedule = schedule_and_note
 
+    monkeypatch.setattr(StepTokens, "take", note_and_take)
     assert wrong(lives(model, PARKED, range(4), begin=watch)) == 0
     assert asked.count((True, False)) > 100
     assert (True, True) not in asked
