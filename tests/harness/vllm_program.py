@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from harness.bounds import HANG_S, until
 from harness.program import Program, say
-from harness.step_aborts import ASKING, allow_aborts_in_process, keep_published
+from harness.step_aborts import ASKING, allow_aborts_in_process
 
 START_WITHIN_S: Final = 400.0
 """Importing vLLM on a busy machine takes most of a minute."""
@@ -83,7 +83,6 @@ class Scenario:
         aborted_layers: Share of the layers of abortable steps at which an abort is asked for.
         seed: By which that is random.
         cuts_loads: Loads within a step come layer by layer, however small they are.
-        keeps_published: Blocks of aborted steps stay in the prefix cache: a negative control.
     """
 
     model: str
@@ -114,7 +113,6 @@ class Scenario:
     aborted_layers: float = 0.0
     seed: int = 0
     cuts_loads: bool = False
-    keeps_published: bool = False
 
 
 class VllmProgram(Program):
@@ -296,8 +294,6 @@ class Steps:
 
 def _before_step(scenario: Scenario, step: int, engine: Any, worker: Any) -> None:  # noqa: ANN401 - vLLM's, ours
     """What the scenario wants to happen around the engine; step 0 is before any request."""
-    if step == 0 and scenario.keeps_published:
-        keep_published(engine.engine_core.engine_core.scheduler)
     if step == 0 and scenario.await_offered_bytes:
         _await_offer(engine, scenario.await_offered_bytes)
         say({"event": "offered", **_figures(engine, worker)})

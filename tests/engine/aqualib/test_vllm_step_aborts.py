@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -70,10 +72,35 @@ def test_whatever_is_aborted_every_output_is_right(model: str, shape: Shape) -> 
         engine.require_rest()
 
 
+@pytest.mark.parametrize(("depth", "share"), [(1, 0.9), (2, 0.0)])
+def test_requests_of_an_aborted_step_stay_in_memory_unless_steps_overlap(
+    model: str, depth: int, share: float
+) -> None:
+    stayed: list[bool] = []
+
+    def watch(engine: Any) -> None:  # noqa: ANN401 - of vLLM's scheduler
+        update = engine.scheduler.update_from_output
+
+        def update_and_note(output: Any, answer: Any) -> Any:  # noqa: ANN401 - vLLM's
+            before = engine.scheduler.co_serving.totals()["step_aborts"]
+            outputs = update(output, answer)
+            if engine.scheduler.co_serving.totals()["step_aborts"] > before:
+                running = {each.request_id for each in engine.scheduler.running}
+                stayed.extend(name in running for name in output.num_scheduled_tokens)
+            return outputs
+
+        engine.scheduler.update_from_output = update_and_note
+
+    assert wrong(lives(model, replace(SWAP, depth=depth), range(6), begin=watch)) == 0
+    assert len(stayed) > 50
+    assert sum(stayed) >= share * len(stayed)
+    assert share or not any(stayed)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_published_blocks_of_aborted_steps_change_outputs(model: str, depth: int) -> None:
     shape = replace(SWAP, depth=depth)
-    engines = lives(model, shape, range(4), begin=lambda each: keep_published(each.scheduler))
+    engines = lives(model, shape, range(40), begin=lambda each: keep_published(each.scheduler))
     assert wrong(engines) > 1
 
 
@@ -164,14 +191,6 @@ def test_two_ranks_abort_together_and_answer_as_if_nothing_was_aborted(deep: Pat
     assert answer["metrics"]["aqua:step_aborts_total"] > 2, answer
 
 
-def test_a_real_engine_answers_otherwise_if_it_keeps_what_was_published(
-    deep: Path, stock: dict[str, list[int]]
-) -> None:
-    # Many aborts, of prompts: those are what fills blocks.
-    scenario = aborted(deep, "recompute", aborted_layers=0.5, online_every=12)
-    assert same(run(replace(scenario, keeps_published=True)), stock) < 2 * len(stock)
-
-
 # --- A server --------------------------------------------------------------------------------
 
 
@@ -191,26 +210,32 @@ def ask(client: httpx.Client, service_class: str, prompt: list[int], count: int)
     return tokens
 
 
-def test_an_online_request_gets_its_answer_though_the_step_before_it_would_never_end(
-    deep: Path, tmp_path: Path
-) -> None:
-    rng = random.Random(2)
-    long, short = ([rng.randrange(2, 320) for _ in range(count)] for count in (200, 20))
+@contextmanager
+def holding_server(
+    deep: Path, tmp_path: Path, scheduler: str = "aqualib.engines.vllm.AquaScheduler"
+) -> Iterator[tuple[httpx.Client, Path]]:
+    """A server whose first offline step waits to be aborted, and the file that says it waits."""
     aqua = {"is_offline": True, "store_bytes": "16MiB", "mode": "checkpoint"}
     aqua["co_serving"] = {"ttft_s": 100.0, "tpot_s": 10.0, "layer_aborts": True}
     transfer = {"kv_connector": "AquaConnector", "kv_role": "kv_both"}
     flags = [
-        *("--scheduler-cls", "aqualib.engines.vllm.AquaScheduler"),
+        *("--scheduler-cls", scheduler),
         *("--worker-cls", "harness.holding_worker.HoldingWorker"),
         *("--kv-transfer-config", json.dumps({**transfer, "kv_connector_extra_config": aqua})),
         "--enable-prefix-caching",
     ]
     held = tmp_path / "held"
     environment: dict[str, Any] = {HELD: str(held), "PYTHONPATH": str(Path(__file__).parents[2])}
-    with (
-        vllm_server(deep, tmp_path / "log", *flags, **environment) as client,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with vllm_server(deep, tmp_path / "log", *flags, **environment) as client:
+        yield client, held
+
+
+def test_an_online_request_gets_its_answer_though_the_step_before_it_would_never_end(
+    deep: Path, tmp_path: Path
+) -> None:
+    rng = random.Random(2)
+    long, short = ([rng.randrange(2, 320) for _ in range(count)] for count in (200, 20))
+    with holding_server(deep, tmp_path) as (client, held), ThreadPoolExecutor(1) as pool:
         offline = pool.submit(ask, client, "offline", long, 8)
         until(held.exists, "a step is held")
         assert not offline.done()
@@ -222,3 +247,22 @@ def test_an_online_request_gets_its_answer_though_the_step_before_it_would_never
     assert found["aqua:step_aborts_total"] == 1
     assert found["aqua:step_abort_tokens_total"] == len(long)
     assert found["aqua:online_arrivals_total"] == 2
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "is_right"),
+    [
+        ("aqualib.engines.vllm.AquaScheduler", True),
+        ("harness.keeping_scheduler.KeepingScheduler", False),
+    ],
+)
+def test_who_asks_the_same_as_the_aborted_step_reads_nothing_that_it_has_not_computed(
+    deep: Path, tmp_path: Path, scheduler: str, *, is_right: bool
+) -> None:
+    rng = random.Random(3)
+    prompt = [rng.randrange(2, 320) for _ in range(200)]
+    with holding_server(deep, tmp_path, scheduler) as (client, held), ThreadPoolExecutor(1) as pool:
+        offline = pool.submit(ask, client, "offline", prompt, 8)
+        until(held.exists, "a step is held")
+        online = ask(client, "online", prompt, 8)
+        assert (online == offline.result(HANG_S)) is is_right

@@ -134,6 +134,7 @@ class CoServing:
     Attributes:
         tokens: Of the step that is being scheduled; None while nothing is planned, as in a pause.
         aborts: None where steps run to their end.
+        overlaps_steps: Whether a step is scheduled while another runs, if neither may be aborted.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class CoServing:
         self._steps: deque[_Step] = deque()
         self._stalled_steps = 0
         self._settled: _SettledPlan | None = None
-        self._overlaps_steps = overlaps_steps
+        self.overlaps_steps: Final = overlaps_steps
         self._plan: CoServingPlan | None = None
         self._order: SafepointOrder | None = None
         self._is_withheld = False
@@ -474,7 +475,7 @@ class CoServing:
             "online_preempted_before_offline": self._counts.online_preempted_first,
             "co_serving_overruns": self._counts.overruns,
             "co_serving_without_aborts": float(self.aborts is None),
-            "co_serving_steps_in_turn": float(self._overlaps_steps and self.aborts is not None),
+            "co_serving_steps_in_turn": float(self.overlaps_steps and self.aborts is not None),
             "co_serving_without_profile": float(is_fixed),
             "offline_budget_tokens": float(times.fixed_tokens if is_fixed else 0),
             "offline_requests_waiting": float(len(self.policy.waiting)),

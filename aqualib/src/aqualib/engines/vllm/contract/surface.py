@@ -57,6 +57,7 @@ SURFACE: Final[dict[str, tuple[str, ...]]] = {
     "vllm.v1.core.sched.interface:PauseState": ("PAUSED_ALL", "PAUSED_NEW", "UNPAUSED"),
     "vllm.v1.core.sched.output:SchedulerOutput": (
         *("finished_req_ids", "num_scheduled_tokens", "total_num_scheduled_tokens"),
+        "scheduled_spec_decode_tokens",
     ),
     # Wrapped, to hear of requests while a step runs, by a scheduler that is its attribute.
     "vllm.v1.engine.core:EngineCore": ("preprocess_add_request", "scheduler"),

@@ -6,10 +6,11 @@ output in, which has no tokens,
 
 1. the blocks that it wrote to are taken out of the prefix cache, or others would read what was
    never computed there;
-2. its requests are back at the tokens that they had before it. One that found a block of another in
-   the very same step has less: what lies before that block;
-3. all of them are preempted, as at the end of a slice. Their KV is paged out beside the next step,
-   or, with prefix caching, often found where it still is;
+2. its requests are back at the tokens that they had before it, and stay in memory: the plan of the
+   next step says which of them give way to the arrival;
+3. one that found a block of another in the very same step has less: what lies before that block. It
+   is preempted, as at the end of a slice, and so are all of them where steps overlap, or with
+   drafts: there the runner has noted more of the step than how far each request is;
 4. a request that is being loaded, and found such a block, begins again when its load has ended.
 
 A request that ends while such a step is under way, because its client went, ends as it was before
@@ -87,7 +88,8 @@ class AbortingScheduler(CoServingScheduler):
         co_serving.aborted(scheduler_output)
         with self._block_lock:
             unloaded = model_runner_output.kv_connector_output.invalid_block_ids
-            self._take_back(step, frozenset(unloaded), co_serving.block_tokens)
+            stays = not (co_serving.overlaps_steps or scheduler_output.scheduled_spec_decode_tokens)
+            self._take_back(step, frozenset(unloaded), co_serving.block_tokens, stays=stays)
         self._aborted_output = scheduler_output
         try:
             return super().update_from_output(scheduler_output, model_runner_output)
@@ -106,7 +108,9 @@ class AbortingScheduler(CoServingScheduler):
         assert ranks in {0, all_ranks}, f"{ranks} of {all_ranks} ranks aborted step {step.number}"
         return bool(ranks)
 
-    def _take_back(self, step: AbortableStep, unloaded: frozenset[int], block_tokens: int) -> None:
+    def _take_back(
+        self, step: AbortableStep, unloaded: frozenset[int], block_tokens: int, *, stays: bool
+    ) -> None:
         """Have no request count what the step was to compute, or blocks that were not loaded."""
         self._evict_written(step)
         bad = step.written_blocks | unloaded
@@ -121,8 +125,37 @@ class AbortingScheduler(CoServingScheduler):
             elif name in step.tokens and request.status == RequestStatus.RUNNING:
                 before = request.num_computed_tokens - step.tokens[name]
                 request.num_computed_tokens = min(before, good)
-                victims.append(Preemption(name, PreemptionMode.SWAP))
+                if stays and self._is_whole(request, before, bad, unloaded, block_tokens):
+                    request.num_computed_tokens = before
+                    self._go_on_from_before(request)
+                else:
+                    victims.append(Preemption(name, PreemptionMode.SWAP))
         self._preempt(victims)
+
+    def _is_whole(
+        self,
+        request: Any,
+        tokens: int,
+        bad: frozenset[int],
+        unloaded: frozenset[int],
+        block_tokens: int,
+    ) -> bool:
+        """Whether a request has all of these tokens, though their last block may be written to.
+
+        Blocks that are shared are full, so a step writes behind tokens in its own blocks alone.
+        """
+        (table,) = self.kv_cache_manager.get_block_ids(request.request_id)
+        full, begun = divmod(tokens, block_tokens)
+        is_last_whole = not begun or table[full] not in unloaded
+        return is_last_whole and bad.isdisjoint(table[:full])
+
+    def _go_on_from_before(self, request: Any) -> None:
+        """Keep a request in memory that has fewer tokens than vLLM has booked blocks for."""
+        # What was seen of it is of as many tokens, and of fewer blocks.
+        self._holding[request.request_id] = None
+        if request.num_computed_tokens < request.num_tokens - 1:
+            # The step may have been the last of its prompt.
+            self._inflight_prefills.add(request)
 
     def _good_tokens(self, request: Any, bad: frozenset[int], block_tokens: int) -> int:
         """Tokens before the first of these blocks in a request's table."""
