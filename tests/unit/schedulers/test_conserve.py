@@ -296,6 +296,21 @@ def saturated(decode_count: int, blocks: int, free_blocks: int) -> CoServingView
     return CoServingView(1.0, free_blocks, blocks, 2048, 64, [*online, beside])
 
 
+@pytest.mark.parametrize(
+    ("name", "tpot_s", "beside_scatter"),
+    # Ours is bound by what answers take alone, the paper's by an objective that is near.
+    [("guarded", 0.1, {"off": 1}), ("conserve", 0.024, {})],
+)
+def test_what_answers_take_alone_needs_no_margin_of_offline_work(
+    name: str, tpot_s: float, beside_scatter: dict[str, int]
+) -> None:
+    view = saturated(4, 20_000, 100)
+    scattering = PROFILE.model_copy(update={"relative_error": 0.1})
+    for profile, found in ((PROFILE, {"off": 1}), (scattering, beside_scatter)):
+        policy = co_serving_policy(name, Objectives(1.5, tpot_s), profile)
+        assert policy.plan(view).offline_tokens == found
+
+
 def test_without_a_profile_ours_has_no_offline_work_beside_answers_but_what_is_due() -> None:
     """What these take alone is unknown, so is a small share of it; the paper has an objective."""
     for name, finish_by_s, limit_s, found in (

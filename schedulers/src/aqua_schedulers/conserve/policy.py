@@ -259,7 +259,7 @@ class ConservePolicy:
         is_calm = not prompts and not decodes
         if is_calm:
             room = min(view.max_tokens, self._offline_step_tokens)
-        limits = limit_s, hard_s, starved_s, limit_s
+        limits = limit_s, hard_s, starved_s, limit_s, reading.own_s(alone_s)
         step = StepBudget(load, *limits, room, free_blocks, slots, bool(prompts), is_calm)
         return step, count + prompt_tokens
 
@@ -356,10 +356,11 @@ class ConservePolicy:
             return max(0, wanted)
         if request.is_decode:
             load = step.load.and_decode(request.known_tokens)
-            tokens = int(self.times.allows(load, limit_s, step.offline_sum + 1))
+            tokens = int(self.times.allows(load, limit_s, step.offline_sum + 1, step.own_s))
         else:
+            context, own_s = request.computed_tokens, step.own_s
             tokens = self.times.chunk_within(
-                step.load, limit_s, step.offline_sum, wanted, request.computed_tokens
+                step.load, limit_s, step.offline_sum, wanted, context, own_s
             )
         if tokens:
             step.kept_s = max(step.kept_s, limit_s)

@@ -68,6 +68,11 @@ class PaperReading:
         del alone_s
         return self.objectives.tpot_s
 
+    def own_s(self, alone_s: float) -> float:
+        """Part of a limit whose scatter is not offline work's: none, the objective is absolute."""
+        del alone_s
+        return 0.0
+
     def prompt_limit_s(self, prompts: Sequence[CoServedRequest], now_s: float) -> float:
         """Longest step with online prompts and no online decode: what the tightest one has left."""
         return max(0.0, min(each.arrival_s for each in prompts) + self.objectives.ttft_s - now_s)
@@ -135,6 +140,14 @@ class GuardedReading:
         if alone_s == inf:
             return 0.0
         return alone_s + min(self.wait_share * self.objectives.ttft_s, self.stretch * alone_s)
+
+    def own_s(self, alone_s: float) -> float:
+        """Part of a limit whose scatter is not offline work's: what online requests take alone.
+
+        Source: ours. A margin on all of the step is larger than any small stretch of it as soon as
+        times scatter by percents, and then no offline request ever stands beside an answer.
+        """
+        return alone_s
 
     def prompt_limit_s(self, prompts: Sequence[CoServedRequest], now_s: float) -> float:
         """No offline work: whatever joins a prompt's step comes on top of its first token."""

@@ -21,6 +21,7 @@ class StepBudget:
         load: Of online and offline requests together.
         limit_s: For the ordinary offline work of the step; `hard_limit_s` for that which is due,
             `starved_limit_s` for the starved request. `kept_s` is the widest that has let any in.
+        own_s: Part of these limits that needs no margin (`StepTimes.allows`).
         token_room: Tokens that the step still takes.
         free_blocks: Blocks that nothing holds or is about to take.
         slots: Requests that may still come in.
@@ -35,6 +36,7 @@ class StepBudget:
     hard_limit_s: float
     starved_limit_s: float
     kept_s: float
+    own_s: float
     token_room: int
     free_blocks: int
     slots: int
@@ -61,4 +63,5 @@ class StepBudget:
         Nothing takes less than a decode without context. In a calm step some token always fits.
         """
         least = self.load.and_decode(0)
-        return not self.is_calm and not times.allows(least, self.limit_s, self.offline_sum + 1)
+        tokens = self.offline_sum + 1
+        return not self.is_calm and not times.allows(least, self.limit_s, tokens, self.own_s)

@@ -4,7 +4,8 @@
 step took. It stands on one of two legs:
 
 - *Profiled*: the profile's prediction times a correction, which follows the measured steps, and a
-  margin for how much they scatter around it.
+  margin for how much they scatter around it. A limit that says how much longer a step may become
+  has the margin on that alone: the rest scatters as well without offline work.
 - *Fixed*: there is no profile, or it was wrong for many steps on end (scatter above a tolerance
   even after correction). Then offline work gets a number of tokens a step that no prediction is
   behind: it starts small, is cut whenever a step with offline work overran its limit, by as much as
@@ -114,26 +115,46 @@ class StepTimes:
             return float("inf") if load.new_tokens else 0.0
         return self._profile.seconds(load) * self._correction
 
-    def allows(self, load: StepLoad, limit_s: float, offline_tokens: int) -> bool:
-        """Whether a step of `load`, of which so many tokens are offline's, keeps to the limit."""
+    def allows(
+        self, load: StepLoad, limit_s: float, offline_tokens: int, own_s: float = 0.0
+    ) -> bool:
+        """Whether a step of `load`, of which so many tokens are offline's, keeps to the limit.
+
+        Args:
+            load: Of online and offline requests.
+            limit_s: It keeps to.
+            offline_tokens: Of the load.
+            own_s: Part of the step that is as uncertain without them, and needs no margin.
+        """
         if self.basis is PredictionBasis.FIXED or self._profile is None:
             return limit_s > 0.0 and offline_tokens <= self._budget(load, offline_tokens).tokens
         if load.new_tokens > self._profile.max_tokens:
             return False
         expected_s = self._profile.seconds(load) * self._correction
-        return expected_s * (1.0 + SCATTER_MARGIN * self._scatter) <= limit_s
+        margin_s = SCATTER_MARGIN * self._scatter * max(0.0, expected_s - own_s)
+        return expected_s + margin_s <= limit_s
 
     def chunk_within(
-        self, load: StepLoad, limit_s: float, offline_tokens: int, wanted: int, context: int
+        self,
+        load: StepLoad,
+        limit_s: float,
+        offline_tokens: int,
+        wanted: int,
+        context: int,
+        own_s: float = 0.0,
     ) -> int:
         """The most tokens of a chunk, up to `wanted`, that may join; by bisection."""
-        if self.allows(load.and_chunk(wanted, context), limit_s, offline_tokens + wanted):
+
+        def fits(tokens: int) -> bool:
+            chunk = load.and_chunk(tokens, context)
+            return self.allows(chunk, limit_s, offline_tokens + tokens, own_s)
+
+        if fits(wanted):
             return wanted
         low, high = 0, wanted
         while high - low > 1:
             middle = (low + high) // 2
-            fits = self.allows(load.and_chunk(middle, context), limit_s, offline_tokens + middle)
-            low, high = (middle, high) if fits else (low, middle)
+            low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
     def measured(
