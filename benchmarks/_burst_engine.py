@@ -29,6 +29,8 @@ from typing import Any, Final
 VOCABULARY: Final = 2048
 SLAB_BYTES: Final = 4 << 20
 WAIT_FOR_LEASE_S: Final = 60.0
+NULL_CONNECTOR: Final[dict[str, Any]] = {"connector": "null"}
+"""In the place of the adapter's options: vLLM as it is, with a connector that does nothing."""
 STOP: Final = "stop"
 """The order to end a run."""
 
@@ -76,7 +78,14 @@ class Engine:
         from vllm import LLM
 
         options = dict(job["engine"])
-        if job["aqua"] is not None:
+        if job["aqua"] == NULL_CONNECTOR:
+            sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+            options["kv_transfer_config"] = {
+                "kv_connector": "IdleConnector",
+                "kv_connector_module_path": "harness.idle_connector",
+                "kv_role": "kv_both",
+            }
+        elif job["aqua"] is not None:
             options["scheduler_cls"] = "aqualib.engines.vllm.AquaScheduler"
             options["kv_transfer_config"] = {
                 "kv_connector": "AquaConnector",
@@ -134,7 +143,8 @@ class Engine:
         """What was paged so far."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-        worker = get_kv_transfer_group().paging_worker if has_kv_transfer_group() else None
+        connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+        worker = getattr(connector, "paging_worker", None)
         if worker is None:
             return {}
         return {

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Self
 
-from _burst_engine import STOP
+from _burst_engine import NULL_CONNECTOR, STOP
 from aqua_demo.engines.online_load import Arrival
 
 ENGINE: Final = Path(__file__).with_name("_burst_engine.py")
@@ -69,7 +69,7 @@ class Bench:
         aqua: dict[str, Any] | None,
         environment: dict[str, str],
     ) -> None:
-        is_paging = aqua is not None and aqua.get("mode") != "recompute"
+        is_paging = aqua not in (None, NULL_CONNECTOR) and aqua.get("mode") != "recompute"
         job = {
             "model": str(model),
             "aqua": aqua,

@@ -16,7 +16,8 @@ Without contention a second engine of vLLM's own (`control`) races, too, and the
 what others are measured by: equal engines differ by percents, and what the second loses or gains
 against the first says by how many. As they may differ for as long as they live, all are started
 anew several times; a figure is the median over all rounds. There `tier`, ours with the prefix tier,
-pages out each request that finishes, while the others go on; `--bursts 0` measures nothing else.
+pages out each request that finishes, while the others go on; and `null` is vLLM's own with a KV
+connector that does nothing, for what vLLM pays for having one. `--bursts 0` measures nothing else.
 
 Several bursts are drawn from a seed; a figure is the median over them, and `bursts` has them all.
 Lengths are log-normal, as chat logs are, or of another kind; or arrivals and lengths come from
@@ -55,6 +56,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from _burst_engine import NULL_CONNECTOR
 from _burst_race import BLOCK_TOKENS, SHAPE, STORE_BYTES, Bench, note, race, started
 from _bursts import (
     BURST_SERVICE_TIMES,
@@ -79,6 +81,7 @@ CALM_TRIAL_COUNT: Final = 100
 POLICY_NAMES: Final = ("fcfs", "recompute", "aqua", "best")
 CONTROL: Final = "control"
 TIER: Final = "tier"
+NULL: Final = "null"
 IDLE: Final[list[Arrival]] = [(0.0, 64, 40 + 20 * index) for index in range(8)]
 """Requests that fit into memory together: none waits, so nothing is to be decided. They end one by
 one, so that what becomes of their prefixes falls into the steps of the others."""
@@ -152,7 +155,7 @@ def main(  # noqa: PLR0913 - a command has as many arguments as options
     loads: list[list[Arrival]] = []
     found: dict[str, Any] = {}
     raw: dict[str, dict[str, Any]] = {
-        name: {"bursts": [], "idle": []} for name in (*POLICY_NAMES, CONTROL, TIER)
+        name: {"bursts": [], "idle": []} for name in (*POLICY_NAMES, CONTROL, TIER, NULL)
     }
     if bursts or traces:
         with started(options, blocks) as engines:
@@ -162,7 +165,8 @@ def main(  # noqa: PLR0913 - a command has as many arguments as options
                 loads, found = drawn(engines["fcfs"], kind, bursts, seed, stable, kept)
             serve(engines, loads, raw, kept)
     rivals = ("fcfs", "aqua", "best") if loads else ("fcfs", "best")
-    calm_options = {name: options[name] for name in rivals} | {CONTROL: None, TIER: tier}
+    others = {CONTROL: None, TIER: tier, NULL: NULL_CONNECTOR}
+    calm_options = {name: options[name] for name in rivals} | others
     for start in range(IDLE_STARTS):
         rounds = kept.once(f"calm start {start}", partial(serve_idle, calm_options, blocks))
         for name, figures in ((name, each[name]) for each in rounds for name in each):
@@ -302,6 +306,7 @@ def summarize(raw: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
     uncontended = {
         "idle_control_ratio": control_ratio(raw),
+        "null_connector_idle_ratio": idle_ratio(raw, NULL),
         "tier_idle_throughput_ratio": idle_ratio(raw, TIER),
         "tier_paged_blocks": raw[TIER]["paged"].get("blocks", {}),
     }
@@ -398,8 +403,10 @@ def show(summary: dict[str, Any], other_bars: dict[str, tuple[str, float]]) -> N
     """The figures beside their bars, some of which are others for a kind of lengths."""
     best = summary["best"]
     paper_bars, best_bars = BARS | other_bars, BEST_BARS | other_bars
-    for name in ("idle_control_ratio", "tier_idle_throughput_ratio"):
-        print(f"{name:32}{summary[name]:8.3f}{'' if name.startswith('idle') else '  >=0.97'}")
+    for name in ("idle_control_ratio", "null_connector_idle_ratio"):
+        print(f"{name:32}{summary[name]:8.3f}")
+    name = "tier_idle_throughput_ratio"
+    print(f"{name:32}{summary[name]:8.3f}  >=0.97")
     if "bursts" not in best:
         print(f"{'idle_throughput_ratio':32}{best['idle_throughput_ratio']:8.3f}  >=0.97")
         return

@@ -9,6 +9,8 @@ it, the median has not.
     contended   memory for about 256, and requests come twice as fast as they end: slices end,
                 requests are put out and paged. What runs differs between the two then, and so does
                 what vLLM's own part has to do.
+    co-serving  two online requests decode, nothing happens, and none or eight offline requests are
+                parked beside them; vLLM's own has the two alone.
 
 Neither pays for copies here: those are the model runner's, and `vllm_burst.py` has them. Page-outs
 and loads beside the model are answered after the step that begins them. What a step costs is
@@ -45,6 +47,10 @@ CONTENDED_BLOCKS: Final = RUNNING * (PROMPT_TOKENS + OUTPUT_TOKENS // 2) // BLOC
 ARRIVALS_PER_STEP: Final = 2 * RUNNING / OUTPUT_TOKENS
 CALM_BLOCKS: Final = RUNNING * MODEL_TOKENS // BLOCK_TOKENS
 WARM_STEPS: Final = 20
+DECODING: Final = 2
+PARKED: Final = 8
+CO_SERVING: Final = {"mode": "checkpoint", "co_serving": {"ttft_s": 1.0, "tpot_s": 0.1}}
+"""Without a step-time profile: then offline requests have no token beside answers."""
 MAX_OVERHEAD: Final = 0.10
 
 
@@ -69,12 +75,20 @@ def main(
                 policy, CONTENDED_BLOCKS, steps, arrivals_per_step=ARRIVALS_PER_STEP
             )
             found[f"contended_{policy}"] = compare(*times)
+        note("co-serving")
+        found["co_serving"] = bench.co_serving(steps)
     if as_json:
         print(json.dumps(found))
         return
     show("calm", found, f" (bar {MAX_OVERHEAD:+.0%})")
     for policy in ("cfs", "first-token"):
         show(f"contended, {policy}", found[f"contended_{policy}"], "")
+    beside = found["co_serving"]
+    print(
+        f"co-serving, {DECODING} decode: stock {beside['stock_step_us']:.0f} us a step with"
+        f" update_from_output, Aqua {beside['aqua_step_us']:.0f} us, and"
+        f" {beside['aqua_parked_step_us']:.0f} us with {PARKED} parked (medians)"
+    )
 
 
 class Schedulers:
@@ -114,7 +128,7 @@ class Schedulers:
         self, policy: str, blocks: int, steps: int, *, arrivals_per_step: float
     ) -> tuple[list[float], list[float], dict[str, float]]:
         """Microseconds of each step of vLLM's scheduler and of Aqua's, and what was going on."""
-        stock, ours = (self._new(name, blocks) for name in (None, policy))
+        stock, ours = self._new(None, blocks), self._new({"policy": policy}, blocks)
         pair = {"stock": stock, "ours": ours}
         for scheduler in pair.values():
             _report_store(scheduler, blocks)
@@ -153,18 +167,51 @@ class Schedulers:
         }
         return took_us["stock"][WARM_STEPS:], took_us["ours"][WARM_STEPS:], events
 
-    def _new(self, policy: str | None, blocks: int) -> Any:  # noqa: ANN401 - vLLM's scheduler
+    def co_serving(self, steps: int) -> dict[str, float]:
+        """Medians of the microseconds of a step beside parked requests."""
+        parts = {
+            "stock_step_us": self._new(None, CALM_BLOCKS),
+            "aqua_step_us": self._new(CO_SERVING, CALM_BLOCKS),
+            "aqua_parked_step_us": self._new(CO_SERVING, CALM_BLOCKS),
+        }
+        output = steps + 2 * WARM_STEPS
+        for scheduler in parts.values():
+            _report_store(scheduler, CALM_BLOCKS)
+        parking = parts["aqua_parked_step_us"]
+        for index in range(PARKED):
+            parking.add_request(self._request(DECODING + index, output, is_offline=True))
+        for _ in range(WARM_STEPS):
+            _compute(parking, parking.schedule())
+        assert len(parking.running) == PARKED, "all of them have begun"
+        for scheduler in parts.values():
+            for index in range(DECODING):
+                scheduler.add_request(self._request(index, output))
+        took_us: dict[str, list[float]] = {name: [] for name in parts}
+        gc.collect()
+        gc.disable()
+        for step in range(steps):
+            for name in list(parts) if step % 2 else list(parts)[::-1]:
+                scheduler = parts[name]
+                started_s = time.thread_time()
+                output_of_step = scheduler.schedule()
+                took_s = time.thread_time() - started_s
+                assert len(output_of_step.num_scheduled_tokens) == DECODING, name
+                took_us[name].append(1e6 * (took_s + _compute(scheduler, output_of_step)))
+        gc.enable()
+        return {name: statistics.median(each[WARM_STEPS:]) for name, each in took_us.items()}
+
+    def _new(self, options: dict[str, Any] | None, blocks: int) -> Any:  # noqa: ANN401 - vLLM's scheduler
         from vllm.v1.core.sched.scheduler import Scheduler
 
         ours = self._core.scheduler
         config, cache = copy.copy(ours.vllm_config), copy.copy(ours.kv_cache_config)
         cache.num_blocks = blocks
-        kind = Scheduler if policy is None else type(ours)
+        kind = Scheduler if options is None else type(ours)
         config.kv_transfer_config = None
-        if policy is not None:
+        if options is not None:
             config.kv_transfer_config = copy.copy(ours.vllm_config.kv_transfer_config)
-            options = {"is_offline": True, "policy": policy}
-            config.kv_transfer_config.kv_connector_extra_config = options
+            all_options = {"is_offline": True, **options}
+            config.kv_transfer_config.kv_connector_extra_config = all_options
         return kind(
             vllm_config=config,
             kv_cache_config=cache,
@@ -172,14 +219,19 @@ class Schedulers:
             block_size=ours.block_size,
         )
 
-    def _request(self, index: int, output_tokens: int) -> Any:  # noqa: ANN401 - vLLM's request
+    def _request(self, index: int, output_tokens: int, *, is_offline: bool = False) -> Any:  # noqa: ANN401 - vLLM's request
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
         return Request(
             str(index),
             [3 + (index * 31 + at) % 2000 for at in range(PROMPT_TOKENS)],
-            SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True),
+            SamplingParams(
+                temperature=0,
+                max_tokens=output_tokens,
+                ignore_eos=True,
+                extra_args={"aqua_class": "offline"} if is_offline else None,
+            ),
             None,
             arrival_time=float(index),
             block_hasher=self._core.request_block_hasher,

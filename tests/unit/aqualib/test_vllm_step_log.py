@@ -72,7 +72,7 @@ def test_a_step_that_is_not_timed_neither_hides_one_that_is_nor_begins_it() -> N
     timer.scheduled(later, REQUESTS)
     step = timer.ended(later, 31.0)
     assert step is not None
-    assert not timer.is_waiting
+    assert not timer.is_timing
     assert step.seconds == 1.0, "the call of the untimed step before is not this one's"
 
 

@@ -86,7 +86,7 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         self.paging_worker: KvPagingWorker | None = None
         # A worker's, once its cache is there.
         self._safepoints: Safepoints | None = None
-        self._do_layers_ask = False
+        self._has_layer_work = False
         self._block_count = kv_cache_config.num_blocks
         self._parallel = vllm_config.parallel_config
         self._meter = Meter()
@@ -238,7 +238,7 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         """A step begins: page out what it may overwrite."""
         if self._safepoints is not None:
             self._safepoints.begin(kv_connector_metadata.safepoints)
-            self._do_layers_ask = self._safepoints.has_order
+            self._has_layer_work = self._safepoints.has_order
         if self.paging_worker is not None:
             self.paging_worker.page_out(kv_connector_metadata)
 
@@ -249,11 +249,11 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
             plan = self._get_connector_metadata()
             is_layer_wise = bool(plan.in_places) and asks_for_layers(forward_context)
             self.paging_worker.page_in(plan, is_layer_wise=is_layer_wise)
-            self._do_layers_ask |= self.paging_worker.is_loading_layers
+            self._has_layer_work |= self.paging_worker.is_loading_layers
 
     def has_connector_metadata(self) -> bool:
         """Whether layers have anything to ask in this step: vLLM has them ask only then."""
-        return self._do_layers_ask
+        return self._has_layer_work
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Abort the step here if that is wanted; else wait for what the layer reads.

@@ -52,7 +52,7 @@ class AquaWorker(PlatformWorker):
         if isinstance(output, ModelRunnerOutput) and isinstance(
             get_kv_transfer_group(), AquaConnector
         ):
-            _leave_out_nothing(output)
+            _drop_empty_report(output)
         return output
 
     def _output_of_aborted(self, scheduler_output: Any) -> ModelRunnerOutput:
@@ -79,8 +79,8 @@ class AquaWorker(PlatformWorker):
         )
 
 
-def _leave_out_nothing(output: ModelRunnerOutput) -> None:
-    """Send no report of a connector that has nothing to report, as in most steps."""
+def _drop_empty_report(output: ModelRunnerOutput) -> None:
+    """Leave the connector's report out if it says nothing, as in most steps."""
     reported = output.kv_connector_output
     if reported is not None and not (
         reported.finished_sending

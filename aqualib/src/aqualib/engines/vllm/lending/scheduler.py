@@ -151,7 +151,7 @@ class LendingScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Note that a step has ended, and go on as vLLM does."""
-        if self.step_timer.is_waiting:
+        if self.step_timer.is_timing:
             now_s = time.monotonic()
             if (step := self.step_timer.ended(scheduler_output, now_s)) is not None:
                 self._step_ended(scheduler_output, step, now_s)

@@ -63,7 +63,7 @@ class StepTimer:
         self._called_s = None
 
     @property
-    def is_waiting(self) -> bool:
+    def is_timing(self) -> bool:
         """Whether a timed step is under way; then the end of any other matters, too."""
         return bool(self._under_way)
 
