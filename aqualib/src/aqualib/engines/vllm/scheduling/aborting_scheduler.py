@@ -117,37 +117,19 @@ class AbortingScheduler(CoServingScheduler):
         victims: list[Preemption] = []
         for name in list(self._holding):
             request = self.requests[name]
-            good = self._good_tokens(request, bad, block_tokens)
+            tokens = request.num_computed_tokens - step.tokens.get(name, 0)
             if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-                if good < request.num_computed_tokens:
+                if self._good_tokens(request, tokens, bad, unloaded, block_tokens) < tokens:
                     request.num_computed_tokens = 0
                     self.failed_recving_kv_req_ids.add(name)
             elif name in step.tokens and request.status == RequestStatus.RUNNING:
-                before = request.num_computed_tokens - step.tokens[name]
-                request.num_computed_tokens = min(before, good)
-                if stays and self._is_whole(request, before, bad, unloaded, block_tokens):
-                    request.num_computed_tokens = before
+                good = self._good_tokens(request, tokens, bad, unloaded, block_tokens)
+                request.num_computed_tokens = good
+                if stays and good == tokens:
                     self._go_on_from_before(request)
                 else:
                     victims.append(Preemption(name, PreemptionMode.SWAP))
         self._preempt(victims)
-
-    def _is_whole(
-        self,
-        request: Any,
-        tokens: int,
-        bad: frozenset[int],
-        unloaded: frozenset[int],
-        block_tokens: int,
-    ) -> bool:
-        """Whether a request has all of these tokens, though their last block may be written to.
-
-        Blocks that are shared are full, so a step writes behind tokens in its own blocks alone.
-        """
-        (table,) = self.kv_cache_manager.get_block_ids(request.request_id)
-        full, begun = divmod(tokens, block_tokens)
-        is_last_whole = not begun or table[full] not in unloaded
-        return is_last_whole and bad.isdisjoint(table[:full])
 
     def _go_on_from_before(self, request: Any) -> None:
         """Keep a request in memory that has fewer tokens than vLLM has booked blocks for."""
@@ -157,11 +139,31 @@ class AbortingScheduler(CoServingScheduler):
             # The step may have been the last of its prompt.
             self._inflight_prefills.add(request)
 
-    def _good_tokens(self, request: Any, bad: frozenset[int], block_tokens: int) -> int:
-        """Tokens before the first of these blocks in a request's table."""
+    def _good_tokens(
+        self,
+        request: Any,
+        tokens: int,
+        bad: frozenset[int],
+        unloaded: frozenset[int],
+        block_tokens: int,
+    ) -> int:
+        """Of a request's first tokens, those before the first block that does not hold them.
+
+        Blocks that are shared are full. So in one that is begun a step writes behind its tokens,
+        and these are good unless they were to be loaded, and were not.
+
+        Args:
+            request: Whose.
+            tokens: So many.
+            bad: Blocks that a step was to write to, or that were not loaded.
+            unloaded: The latter alone.
+            block_tokens: Of a block.
+        """
         (table,) = self.kv_cache_manager.get_block_ids(request.request_id)
-        count = next((at for at, block_id in enumerate(table) if block_id in bad), len(table))
-        return count * block_tokens
+        full, begun = divmod(tokens, block_tokens)
+        whole = next((at for at, block_id in enumerate(table[:full]) if block_id in bad), full)
+        is_begun_good = whole == full and not (begun and table[full] in unloaded)
+        return tokens if is_begun_good else whole * block_tokens
 
     def _evict_written(self, step: AbortableStep) -> None:
         """Take what a step writes out of the prefix cache."""
@@ -171,10 +173,11 @@ class AbortingScheduler(CoServingScheduler):
         step, co_serving = self._may_be_aborted, self.co_serving
         if step is not None and co_serving is not None and request.request_id in step.tokens:
             self._evict_written(step)
-            good = self._good_tokens(request, step.written_blocks, co_serving.block_tokens)
-            before = request.num_computed_tokens - step.tokens[request.request_id]
             # One that was preempted meanwhile has none any more.
-            request.num_computed_tokens = max(0, min(before, good))
+            before = max(0, request.num_computed_tokens - step.tokens[request.request_id])
+            request.num_computed_tokens = self._good_tokens(
+                request, before, step.written_blocks, frozenset(), co_serving.block_tokens
+            )
         return super()._free_request(request, *args, **kwargs)
 
     def _step_ended(self, output: Any, step: MeasuredStep, now_s: float) -> None:
