@@ -49,9 +49,7 @@ class AquaWorker(PlatformWorker):
             aborted, self._aborted = self._aborted, None
             return aborted
         output = super().sample_tokens(grammar_output)
-        if isinstance(output, ModelRunnerOutput) and isinstance(
-            get_kv_transfer_group(), AquaConnector
-        ):
+        if isinstance(output, ModelRunnerOutput):
             _drop_empty_report(output)
         return output
 
@@ -80,9 +78,12 @@ class AquaWorker(PlatformWorker):
 
 
 def _drop_empty_report(output: ModelRunnerOutput) -> None:
-    """Leave the connector's report out if it says nothing, as in most steps."""
+    """Leave Aqua's report out if it says nothing, as in most steps; others' stay as they are."""
     reported = output.kv_connector_output
-    if reported is not None and not (
+    # Without a report there may be no connector to ask for: an engine that only lends has none.
+    if reported is None or not isinstance(get_kv_transfer_group(), AquaConnector):
+        return
+    if not (
         reported.finished_sending
         or reported.finished_recving
         or reported.invalid_block_ids

@@ -80,7 +80,6 @@ class LendingScheduler(Scheduler):
         self.step_timer: Final = StepTimer()
         self.pins: PrefixPinTable | None = None
         self._block_lock = threading.RLock()
-        self._step_tokens = self.max_num_scheduled_tokens
         self._left_waiting = 0
         self._is_starved = False
         self._arrived_count = 0
@@ -90,6 +89,8 @@ class LendingScheduler(Scheduler):
             return
         require_supported(vllm.__version__)
         require_lendable(self)
+        # Kept, as co-serving lowers the engine's own in steps of online requests alone.
+        self._step_tokens: Final[int] = self.max_num_scheduled_tokens
         look_for_coordinator(load_settings(), is_required=options.require_coordinator)
         self.lending_service = LendingService(
             options.lend,
