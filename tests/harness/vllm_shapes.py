@@ -187,7 +187,7 @@ def make_scheduler(vllm_config: Any, shape: Shape) -> Any:  # noqa: ANN401 - vLL
         structured_output_manager=SimpleNamespace(
             accept_tokens=lambda *_: True,
             validate_tokens=lambda _, tokens: tokens,
-            should_advance=lambda _: False,
+            should_advance=lambda _, **__: False,
         ),
         block_size=max(map(block_tokens, shape.groups)),
         hash_block_size=hash_tokens(shape),
