@@ -171,6 +171,8 @@ class AquaScheduler(EvictionScheduler):
         self._step_started_s = time.perf_counter()
         known_count = len(self.running)
         output = super().schedule(*args, **kwargs)
+        if skipped := holding_queue(self):
+            self._take_back_skipped(skipped)
         loading_count = 0 if paging is None else len(paging.loading_ids())
         if len(self.running) + loading_count != len(self._holding):
             self._note_admissions(known_count)
@@ -374,6 +376,24 @@ class AquaScheduler(EvictionScheduler):
             while at and _is_prompt(running[at - 1]):
                 at -= 1
             running[at:] = sorted(running[at:], key=_is_prompt)
+
+    def _take_back_skipped(self, queue: Any) -> None:
+        """Leave with vLLM's own queue of skipped requests those alone that hold memory.
+
+        Until 0.30 it keeps there, before requests whose loads have ended, others that it passed
+        over. One of these that does not fit would stop all that is behind it, for ever if nothing
+        runs. Later versions put them back themselves.
+        """
+        skipped = [
+            request
+            for request in queue
+            if request.status in {RequestStatus.WAITING, RequestStatus.PREEMPTED}
+            and not request.num_computed_tokens
+            and request.request_id not in self._holding
+        ]
+        for request in skipped:
+            queue.remove_request(request)
+        self._queue.prepend_requests(reversed(skipped))
 
     def _wait_again(self, failed: Collection[str]) -> None:
         """Queue requests that hold nothing after a failed load with those that wait for memory.
