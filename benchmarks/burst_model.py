@@ -1,6 +1,6 @@
 """How often the bars of `vllm_burst.py` hold: its bursts on a model of its engine.
 
-python benchmarks/burst_model.py [--seeds 16] [--json]
+python benchmarks/burst_model.py [--seeds 16] [--kind long-prompts --block-ms 0.05] [--json]
 One real burst is one draw, and a real engine serves a few in ten minutes. Here the same policies
 run on the simulator's serving engine, whose step takes what was fitted to vLLM 0.32 on two
 virtual cores (`benchmarks/vllm_burst.py`, 826 steps): a constant, and so much for each prompt token
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from _bursts import KINDS, STABLE_SHARE, paper_burst, steady
@@ -69,23 +70,30 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=16)
     parser.add_argument("--stable", type=float, default=STABLE_SHARE)
     parser.add_argument("--slice", type=int, default=4)
+    parser.add_argument("--kind", choices=KINDS, help="by default all")
+    parser.add_argument("--block-ms", type=float, help="of copying a block, by default as measured")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    costs = MEASURED
+    if options.block_ms is not None:
+        costs = costs._replace(block_s=options.block_ms / 1000)
+    play = partial(serve, costs=costs)
     cases: list[dict[str, Any]] = []
-    for kind, lengths in KINDS.items():
+    for kind in [options.kind] if options.kind else KINDS:
+        lengths = KINDS[kind]
         capacity = TRIAL_COUNT / max(
             row.last_token_s
-            for row in serve(PolicyName.FCFS, 1, [(0.0, *each) for each in lengths(TRIAL_COUNT, 0)])
+            for row in play(PolicyName.FCFS, 1, [(0.0, *each) for each in lengths(TRIAL_COUNT, 0)])
         )
         rate = options.stable * capacity
-        calm = serve(PolicyName.FCFS, 1, steady(lengths(TRIAL_COUNT, 1), rate, 1))
+        calm = play(PolicyName.FCFS, 1, steady(lengths(TRIAL_COUNT, 1), rate, 1))
         service_s = statistics.fmean(row.completion_s for row in calm)
         for seed in range(options.seeds):
             arrivals = paper_burst(rate, service_s, seed, lengths)
-            fcfs = serve(PolicyName.FCFS, options.slice, arrivals)
-            recompute = serve(PolicyName.CFS, options.slice, arrivals, pages=False)
+            fcfs = play(PolicyName.FCFS, options.slice, arrivals)
+            recompute = play(PolicyName.CFS, options.slice, arrivals, pages=False)
             for policy in POLICIES:
-                found = compare(serve(policy, options.slice, arrivals), fcfs, recompute)
+                found = compare(play(policy, options.slice, arrivals), fcfs, recompute)
                 cases.append({"lengths": kind, "seed": seed, "policy": policy.value, **found})
         if not options.json:
             for policy in POLICIES:
