@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -76,6 +77,8 @@ def main() -> None:
     options = parser.parse_args()
     costs = MEASURED
     if options.block_ms is not None:
+        if not 0 <= options.block_ms < math.inf:
+            parser.error("--block-ms takes milliseconds, 0 or more")
         costs = costs._replace(block_s=options.block_ms / 1000)
     play = partial(serve, costs=costs)
     cases: list[dict[str, Any]] = []
