@@ -147,7 +147,7 @@ MENDS: Final = (
     Mend(
         "each layer of a part is launched by itself",
         scenarios.blocks_of_many_layers_go_by_two_submissions,
-        ((rows, "cuda_rows", lambda _: None),),
+        ((rows, "row_table", lambda _: None),),
         defect=16,
         is_met_by_walks=True,
     ),

@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from aqua_protocol import ConfigError, TransportError
+from aqualib.engines.vllm.paging import rows as rows_module
 from aqualib.engines.vllm.paging import worker as worker_module
 from aqualib.engines.vllm.paging.plan import PagingPlan, WorkerReport, WorkerStore
+from aqualib.engines.vllm.paging.row_table import row_table
 from aqualib.engines.vllm.paging.rows import BlockCopier, block_rows
 from aqualib.engines.vllm.paging.worker import KvPagingWorker
+from aqualib.ranges import Range
 from harness.bounds import HANG_S, until
 from harness.consumers import consuming
 
@@ -38,7 +41,12 @@ def paging(capacity: int = 12) -> Iterator[tuple[KvPagingWorker, list[torch.Tens
             worker.close()
 
 
-def test_blocks_come_back_into_other_blocks() -> None:
+@pytest.mark.parametrize("is_one_table", [True, False])
+def test_blocks_come_back_into_other_blocks(
+    monkeypatch: pytest.MonkeyPatch, *, is_one_table: bool
+) -> None:
+    if not is_one_table:
+        monkeypatch.setattr(rows_module, "row_table", lambda _: None)
     with paging() as (worker, layers):
         before = [layer.clone() for layer in layers]
         worker.page_out(PagingPlan(out_places=[3, 0, 7], out_blocks=[1, 5, 9]))
@@ -196,6 +204,22 @@ def test_groups_that_lie_over_each_other_are_one_row_without_the_gap() -> None:
     copier.gather([3], staged)
     copier.scatter(staged, [5])
     assert [memory[5, at].item() for at in (0, 39, 40, 47, 48, 55, 56)] == [0, 39, 0, 0, 48, 55, 0]
+
+
+def test_only_blocks_of_layers_are_touched_in_the_memory_that_their_table_spans() -> None:
+    memory = torch.zeros((6, BLOCKS, 64), dtype=torch.uint8)
+    layers = [memory[4], memory[0], memory[3]]
+    table = row_table(block_rows(layers, BLOCKS))
+    assert table is not None
+    staged = torch.randint(1, 255, (2, 3 * 64), dtype=torch.uint8)
+    table.scatter(staged, [7, 2], Range(0, 3 * 64))
+    found = torch.zeros_like(staged)
+    table.gather([7, 2], found)
+    assert torch.equal(found, staged)
+    # One layer of one block.
+    table.scatter(staged[:1, 64:128], [9], Range(64, 64))
+    written = {(at, block) for at in (0, 3, 4) for block in (2, 7)} | {(3, 9)}
+    assert {tuple(each) for each in memory.any(dim=2).nonzero().tolist()} == written
 
 
 def test_blocks_that_a_kernel_cuts_with_a_gap_behind_each_are_rows_of_their_own() -> None:

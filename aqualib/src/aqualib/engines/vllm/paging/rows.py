@@ -10,9 +10,9 @@ between, make several rows of a block.
 Groups of layers lie over each other in the same memory, where a block is one group's at a time. So
 rows that share bytes, or touch, are one row: a block is moved whole, whichever group it is of.
 
-`BlockCopier` gathers blocks from all rows into one tensor and scatters them back, on a GPU by one
-kernel for all layers (`cuda_rows`). In that tensor a block's rows follow each other in the order of
-the model's layers (`by_layers`), so that some layers of it are some of its bytes: a *column*.
+`BlockCopier` gathers blocks from all rows into one tensor and scatters them back, by one call for
+all layers where it can (`row_table`). In that tensor a block's rows follow each other in the order
+of the model's layers (`by_layers`), so that some layers of it are some of its bytes: a *column*.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from jaxtyping import UInt8
 
 from aqua_protocol import ConfigError
-from aqualib.engines.vllm.paging.cuda_rows import cuda_rows
+from aqualib.engines.vllm.paging.row_table import row_table
 from aqualib.ranges import Range
 from aqualib.transports.cuda_driver import load_driver
 from aqualib.transports.gpu_thresholds import CopyThresholds
@@ -121,7 +121,7 @@ class BlockCopier:
     """Copies blocks between a KV cache (`block_rows`) and rows that hold all layers of a block."""
 
     def __init__(self, rows: Sequence[UInt8[torch.Tensor, "blocks row_bytes"]]) -> None:
-        # On a CPU torch gathers and scatters element by element: long ones where they fit.
+        # Without a table torch may copy element by element: long ones where they fit.
         size = torch.int64.itemsize
         sizes = [
             each for row in rows for each in (row.shape[1], row.stride(0), row.storage_offset())
@@ -133,7 +133,7 @@ class BlockCopier:
         self.block_bytes = sum(row.shape[1] for row in rows)
         self.whole: Final = Range(0, self.block_bytes)
         self.device = rows[0].device
-        self._all_layers = cuda_rows(rows)
+        self._table = row_table(rows)
 
     def columns(self, count: int, room_bytes: int) -> list[Range]:
         """Cut so many blocks into columns, for which they are copied one after the other.
@@ -144,12 +144,12 @@ class BlockCopier:
         """
         if self.device.type not in CUT_ON:
             return [self.whole]
-        unit_bytes, least_bytes = self._word.itemsize, CopyThresholds().host_run_bytes
+        unit_bytes = self._word.itemsize if self._table is None else self._table.unit_bytes
+        least_bytes = CopyThresholds().host_run_bytes
         if self.device.type == "cuda":
             driver = load_driver()
-            if self._all_layers is None or driver.batch_copy is None:
+            if self._table is None or driver.batch_copy is None:
                 return [self.whole]  # It would take a submission for each block, or layer.
-            unit_bytes = self._all_layers.unit_bytes
             limits = driver.device(self.device.index or 0).thresholds
             least_bytes = max(limits.device_run_bytes, limits.host_run_bytes)
         units = self.block_bytes // unit_bytes
@@ -168,8 +168,8 @@ class BlockCopier:
         self, blocks: Sequence[int], into: UInt8[torch.Tensor, "blocks block_bytes"]
     ) -> None:
         """Copy these blocks of the cache into the rows of `into`, in this order."""
-        if self._all_layers is not None:
-            self._all_layers.gather(blocks, into)
+        if self._table is not None:
+            self._table.gather(blocks, into)
             return
         index = torch.tensor(blocks, device=self.device)
         words = into.view(self._word)
@@ -184,8 +184,8 @@ class BlockCopier:
     ) -> None:
         """Copy rows into these blocks of the cache, in this order; into all of them or a column."""
         columns = columns or self.whole
-        if self._all_layers is not None:
-            self._all_layers.scatter(rows, blocks, columns)
+        if self._table is not None:
+            self._table.scatter(rows, blocks, columns)
             return
         index = torch.tensor(blocks, device=self.device)
         words = rows.view(self._word)
