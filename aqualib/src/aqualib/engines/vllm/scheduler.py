@@ -163,8 +163,6 @@ class AquaScheduler(EvictionScheduler):
 
     def _schedule(self, *args: Any, **kwargs: Any) -> Any:
         paging = self.paging
-        if paging is not None and paging.failed_loads:
-            self._wait_again(paging.failed_loads)
         if paging is not None and paging.is_checkpointing and self.co_serving is None:
             self._checkpoint(paging)
         self._remaining_blocks.clear()
@@ -378,37 +376,25 @@ class AquaScheduler(EvictionScheduler):
             running[at:] = sorted(running[at:], key=_is_prompt)
 
     def _take_back_skipped(self, queue: Any) -> None:
-        """Leave with vLLM's own queue of skipped requests those alone that hold memory.
+        """Leave with vLLM's queue of requests that may hold memory those alone that do.
 
-        Until 0.30 it keeps there, before requests whose loads have ended, others that it passed
-        over. One of these that does not fit would stop all that is behind it, for ever if nothing
-        runs. Later versions put them back themselves.
+        There it keeps those whose load has failed, with memory reserved for them, and until 0.30
+        others that it passed over. One of these that does not fit would stop all that is behind it,
+        for ever if nothing runs.
         """
-        skipped = [
-            request
-            for request in queue
-            if request.status in {RequestStatus.WAITING, RequestStatus.PREEMPTED}
-            and not request.num_computed_tokens
-            and request.request_id not in self._holding
-        ]
-        for request in skipped:
+        passed_over = []
+        for request in list(queue):
+            is_waiting = request.status in {RequestStatus.WAITING, RequestStatus.PREEMPTED}
+            if not is_waiting or request.num_computed_tokens:
+                continue
             queue.remove_request(request)
-        self._queue.prepend_requests(reversed(skipped))
-
-    def _wait_again(self, failed: Collection[str]) -> None:
-        """Queue requests that hold nothing after a failed load with those that wait for memory.
-
-        vLLM leaves them before requests whose loads have ended, with their memory reserved. What
-        does not fit then stops all that is behind it, for ever if nothing runs.
-        """
-        queue = holding_queue(self)
-        for request in [each for each in queue if each.request_id in failed]:
-            is_loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-            if not is_loading and not request.num_computed_tokens:
-                queue.remove_request(request)
+            if request.request_id in self._holding:
                 self._inflight_prefills.discard(request)
                 self._queue.add_request(request)
                 self._note_preemption(request)
+            else:
+                passed_over.append(request)
+        self._queue.prepend_requests(reversed(passed_over))
 
     def _checkpoint(self, paging: KvPagingScheduler) -> None:
         """Have blocks paged out that the steps until now have filled."""
