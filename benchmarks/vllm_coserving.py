@@ -19,6 +19,10 @@ figure is the median over the loads, `worst` the worst; ratios are to the mean o
 online-only engines have nothing to do. Objectives are twice what an engine needs for online
 requests one by one, at the 99th percentile; `aqua-profile steps` measures the step-time profile.
 
+Online requests are served in order of arrival, as by vLLM, so that what they lose is what offline
+work costs them. With `--policy first-token`, the adapter's default, they take turns where they
+want more memory than there is: first tokens come sooner, and answers pause.
+
 An online request that arrives aborts the step of offline work that runs: `step_aborts` is how many
 were, `aborts_per_online_request_max` how many for one request, and `abort_safepoint_intervals` how
 many intervals between two of its safepoints an aborted step took to stop, on average: 2 at most,
@@ -75,6 +79,7 @@ from aqua_demo.engines.race import (
 )
 from aqua_demo.engines.report import VICTIMS
 from aqua_demo.engines.scale import FULL, co_serving_options
+from aqua_schedulers.cfs import PolicyName
 from vllm_profiler import (
     ENGINE_PYTHON,
     PROFILER,
@@ -112,6 +117,9 @@ def main(  # noqa: PLR0913 - a command has as many arguments as options
     output_median: Annotated[
         int, typer.Option(help="Tokens of an online answer; fewer take less time.", min=8)
     ] = OUTPUT_MEDIAN,
+    policy: Annotated[
+        PolicyName, typer.Option(help="Order of online requests under co-serving.")
+    ] = PolicyName.FCFS,
     step_profile: Annotated[
         Path | None, typer.Option(help="Else it is measured.", exists=True, dir_okay=False)
     ] = None,
@@ -119,7 +127,7 @@ def main(  # noqa: PLR0913 - a command has as many arguments as options
 ) -> None:
     """Measure co-serving against engines without offline work."""
     require_environments()
-    run = {"requests": requests, "seed": seed, "trace": str(trace or "")}
+    run = {"requests": requests, "seed": seed, "trace": str(trace or ""), "policy": policy.value}
     kept = Records(records, run | {"output_median": output_median})
     # Else engines that have no turn stay stopped for ever.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -139,7 +147,7 @@ def main(  # noqa: PLR0913 - a command has as many arguments as options
         note(", ".join(f"{name} {value:.3g}" for name, value in inputs.items()))
         profile = step_profile or measure_steps(model, folder)
         step_times = json.loads(profile.read_text())
-        aqua = co_serving_options(inputs, step_profile=str(profile))
+        aqua = co_serving_options(inputs, step_profile=str(profile)) | {"policy": policy.value}
         made = dict(make_loads(lengths, 1 / inputs["service_s"], seed)[:loads])
         runs: dict[str, dict[str, Run]] = {}
 
