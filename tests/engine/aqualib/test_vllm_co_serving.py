@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import pytest
 
-from aqualib.engines.vllm.co_serving.scheduler import StepTokens
+from aqualib.engines.vllm.co_serving.step_tokens import StepTokens
 from harness.vllm_disturbances import lives, wrong
 from harness.vllm_program import Scenario, run
 from harness.vllm_shapes import Shape
@@ -197,6 +197,12 @@ def test_a_real_engine_answers_both_classes_as_if_each_were_alone(
     assert answer["metrics"]["aqua:offline_preemptions_total"] > 3, answer
     assert answer["metrics"]["aqua:co_serving_without_aborts"] == 1.0
     assert answer["metrics"]["aqua:co_serving_without_profile"] == 1.0
+    online = 2 * len(range(0, len(stock), 3))
+    for which in ("first_tokens", "answers"):
+        assert answer["metrics"][f"aqua:online_{which}_total"] == online
+        assert answer["metrics"][f"aqua:online_{which}_in_time_total"] == online
+    assert answer["metrics"]["aqua:offline_requests_ended_total"] == 2 * len(stock) - online
+    assert answer["metrics"]["aqua:checkpoint_lag_blocks"] == 0.0
     assert answer["paging"]["restored_tokens"] > 200, answer
     assert answer["held_places"] == 0, answer
 

@@ -19,7 +19,8 @@ from aqua_schedulers.conserve import (
     StepTimeProfile,
 )
 from aqualib.engines.vllm.co_serving.abort_page import AbortPage
-from aqualib.engines.vllm.co_serving.scheduler import SETTLED_STEPS, CoServing, StepTokens
+from aqualib.engines.vllm.co_serving.scheduler import SETTLED_STEPS, CoServing
+from aqualib.engines.vllm.co_serving.step_tokens import StepTokens
 from aqualib.engines.vllm.options import read_options
 from aqualib.engines.vllm.requests.body import with_xargs
 from aqualib.engines.vllm.requests.priority import UrgentPriority

@@ -318,7 +318,7 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         if half is None:
             counted = None if self._reporting is None else self._reporting.take_totals()
             return None if counted is None else self._meter.read(counted)
-        if self.co_serving is not None and self.co_serving.is_settled:
+        if self.co_serving is not None and self.co_serving.is_told:
             return None  # Nothing has happened that would be counted.
         co_serving = {} if self.co_serving is None else self.co_serving.totals()
         pins = {} if self.pins is None else self.pins.levels()

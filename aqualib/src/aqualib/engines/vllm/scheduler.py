@@ -202,11 +202,17 @@ class AquaScheduler(EvictionScheduler):
 
     def add_request(self, request: Any) -> None:
         """A request arrived."""
+        co_serving = self.co_serving
         is_new = request.request_id not in self.requests
+        if co_serving is not None and not is_new:
+            co_serving.attainment.forget(request.request_id)
         super().add_request(request)
         if not is_new:
             return
-        if self.co_serving is None or not self.co_serving.arrived(request, time.monotonic()):
+        waited_s = max(0.0, time.time() - request.arrival_time)
+        if co_serving is None or not co_serving.arrived(
+            request, time.monotonic(), waited_s=waited_s
+        ):
             self._policy.added(self._views.waiting(request))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
@@ -247,6 +253,12 @@ class AquaScheduler(EvictionScheduler):
         if not self._is_offline(name):
             self._policy.removed(name, request.num_output_tokens)
         if self.co_serving is not None:
+            self.co_serving.attainment.ended(
+                name,
+                request.num_output_tokens,
+                time.monotonic(),
+                is_left=request.status == RequestStatus.FINISHED_ABORTED,
+            )
             self.co_serving.removed(name)
         self._holding.pop(name, None)
         return super()._free_request(request, *args, **kwargs)

@@ -45,8 +45,11 @@ from aqua_schedulers.conserve import (
     co_serving_policy,
     find_profile,
 )
+from aqualib.engines.vllm.co_serving.attainment import OnlineAttainment
+from aqualib.engines.vllm.co_serving.figures import CoServingTotals
 from aqualib.engines.vllm.co_serving.safepoints import SafepointOrder
-from aqualib.engines.vllm.co_serving.step_aborts import AbortCounts, StepAborts
+from aqualib.engines.vllm.co_serving.step_aborts import StepAborts
+from aqualib.engines.vllm.co_serving.step_tokens import StepTokens
 from aqualib.engines.vllm.options import AquaOptions, CoServingOptions, PagingMode
 from aqualib.engines.vllm.requests.service_class import service_class_of
 
@@ -70,31 +73,6 @@ class SavedBlocks(Protocol):
         ...
 
 
-class StepTokens:
-    """How many tokens each request may take in the step that vLLM schedules now.
-
-    Args:
-        offline: Of each offline request; one that is not named takes none.
-        online: Of online requests together.
-    """
-
-    def __init__(self, offline: Mapping[str, int], online: int) -> None:
-        self._offline = offline
-        self._online_left = online
-
-    def take(self, request_id: str, wanted: int, *, is_offline: bool, is_inside: bool) -> int:
-        """Tokens for a request that wants so many.
-
-        One that comes in now takes one at least: it has memory already, or was admitted by the
-        plan, and at a request that takes nothing vLLM admits no other.
-        """
-        if is_offline:
-            return min(wanted, max(self._offline.get(request_id, 0), 0 if is_inside else 1))
-        tokens = min(wanted, self._online_left)
-        self._online_left -= tokens
-        return tokens
-
-
 class _Step(NamedTuple):
     """A step that was scheduled and has not ended: vLLM's name for it, and what was planned."""
 
@@ -110,14 +88,6 @@ class _SettledPlan:
     online_tokens: int
     running_count: int
     steps_left: int = SETTLED_STEPS
-
-
-@dataclass(slots=True)
-class _Counts:
-    offline_tokens: int = 0
-    offline_preemptions: int = 0
-    overruns: int = 0
-    online_preempted_first: int = 0
 
 
 class CoServing:
@@ -151,9 +121,10 @@ class CoServing:
         assert given is not None
         self.tokens: StepTokens | None = None
         self.block_tokens: Final = block_tokens
+        objectives = Objectives(given.ttft_s, given.tpot_s)
         self.policy: Final = co_serving_policy(
             given.policy,
-            Objectives(given.ttft_s, given.tpot_s),
+            objectives,
             _profile_of(given, key),
             ConserveSettings(
                 aborts=abortable_layers is not None,
@@ -176,7 +147,6 @@ class CoServing:
         self._plan: CoServingPlan | None = None
         self._order: SafepointOrder | None = None
         self._is_withheld = False
-        self._counts = _Counts()
         self.aborts: StepAborts | None = None
         if abortable_layers is not None:
             self.aborts = StepAborts(
@@ -184,6 +154,15 @@ class CoServing:
                 layer_count=abortable_layers,
                 every_layers=given.safepoint_layers,
             )
+        self.attainment: Final = OnlineAttainment(objectives)
+        self.figures: Final = CoServingTotals(
+            self.policy,
+            self.attainment,
+            self.aborts,
+            offline=self._offline,
+            block_tokens=block_tokens,
+            is_in_turn=overlaps_steps and self.aborts is not None,
+        )
         if self.policy.times.basis is PredictionBasis.FIXED:
             logger.warning(
                 "co-serving without a step-time profile: offline work keeps to a fixed budget, at "
@@ -197,14 +176,25 @@ class CoServing:
         """Whether the engine knows it as an offline request."""
         return request_id in self._offline
 
-    def arrived(self, request: Any, now_s: float) -> bool:
-        """A request of vLLM's arrived; returns whether it is offline."""
+    def arrived(self, request: Any, now_s: float, *, waited_s: float = 0.0) -> bool:
+        """A request of vLLM's arrived.
+
+        Args:
+            request: vLLM's.
+            now_s: When the scheduler got it.
+            waited_s: Since it came to the front end, by the clock that both share.
+
+        Returns:
+            Whether it is offline.
+        """
         name = request.request_id
         self._settled = None
         self._arrivals_s[name] = now_s
         if self.aborts is not None:
             self.aborts.arrived(name)
         if service_class_of(request, self._urgent) is ServiceClass.ONLINE:
+            if request.sampling_params is not None:  # Embeddings have no first token.
+                self.attainment.arrived(name, now_s - waited_s)
             return False
         self._offline.add(name)
         self.policy.added(self.view(request), now_s)
@@ -229,7 +219,7 @@ class CoServing:
         """An offline request gave up its blocks; what the store has of them is booked."""
         name = request.request_id
         self._settled = None
-        self._counts.offline_preemptions += 1
+        self.figures.counts.offline_preemptions += 1
         self._end_copies(name)
         blocks = 0 if saved is None else saved.saved_tokens(name) // self.block_tokens
         ledger = self.policy.checkpoints
@@ -245,7 +235,7 @@ class CoServing:
         """An online request gave up its blocks; no offline one should run then."""
         self._settled = None
         is_first = any(request.request_id in self._offline for request in running)
-        self._counts.online_preempted_first += is_first
+        self.figures.counts.online_preempted_first += is_first
 
     def removed(self, request_id: str) -> None:
         """A request ended."""
@@ -254,6 +244,7 @@ class CoServing:
         if self.aborts is not None:
             self.aborts.got_somewhere([request_id])
         if request_id in self._offline:
+            self.figures.counts.offline_ended += 1
             self._offline.remove(request_id)
             self._end_copies(request_id)
             self.policy.removed(request_id)
@@ -300,7 +291,10 @@ class CoServing:
 
         While an online request is on its way to the scheduler, no step begins without one.
         """
+        if self._settled is None:
+            self.figures.is_told = False
         self._settled = None
+        self.figures.running = view.running
         if self._stalled_steps:
             view = view._replace(arriving=[])
         plan = self.policy.plan(view)
@@ -321,11 +315,6 @@ class CoServing:
         if not self._stalled_steps and _is_settled(plan, view):
             self._settled = _SettledPlan(plan, online_tokens, len(view.running))
         return plan
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether nothing has happened since the last plan, which serves further steps."""
-        return self._settled is not None
 
     def settled_plan(self, free_blocks: int, running_count: int) -> CoServingPlan | None:
         """The last plan, if it serves this step as well; its tokens are handed out again.
@@ -377,6 +366,7 @@ class CoServing:
                 step that computes nothing is what it takes.
             written_blocks: Gives the blocks that it writes to; asked if it may be aborted.
         """
+        self.figures.plan = plan
         is_refused = self.tokens is not None and not output.num_scheduled_tokens
         is_refused = is_refused and not self._is_withheld
         is_stalled = is_refused and not is_memory_coming
@@ -399,9 +389,9 @@ class CoServing:
             if step.output is not output:
                 continue
             tokens = sum(step.plan.offline_tokens.values())
-            self._counts.offline_tokens += tokens
+            self.figures.counts.offline_tokens += tokens
             if tokens and measured.seconds > step.plan.limit_s:
-                self._counts.overruns += 1
+                self.figures.counts.overruns += 1
             basis = self.policy.times.basis
             self.policy.stepped(step.plan, *measured, now_s)
             if self.policy.times.basis is not basis:
@@ -411,6 +401,13 @@ class CoServing:
                     "agree with" if basis is PredictionBasis.FIXED else "contradict",
                 )
             return
+
+    def got_tokens(self, output: Any, requests: Mapping[str, Any], now_s: float) -> None:
+        """Requests have the tokens of a step whose output is there; those that ended are gone."""
+        for name in self.attainment.awaited(output.num_scheduled_tokens):
+            if requests[name].num_output_tokens:
+                self.attainment.first_token(name, now_s)
+                self.figures.is_told = False
 
     def aborted(self, output: Any) -> None:
         """A step was aborted, and is forgotten."""
@@ -429,6 +426,7 @@ class CoServing:
         """Book the copies that have ended since the last call, well or not."""
         ledger = self.policy.checkpoints
         for name in list(self._copying):
+            self.figures.is_told = False
             one = ledger.of(name)
             first = one.saved
             count, is_coming = saved.copied_blocks(
@@ -458,28 +456,14 @@ class CoServing:
 
     # --- Figures -----------------------------------------------------------------------------
 
+    @property
+    def is_told(self) -> bool:
+        """Whether nothing has happened since figures were read: a settled plan serves on."""
+        return self._settled is not None and self.figures.is_told
+
     def totals(self) -> dict[str, float]:
         """What is counted here, and levels, by the names of `operations.metrics`."""
-        times = self.policy.times
-        is_fixed = times.basis is PredictionBasis.FIXED
-        aborts = AbortCounts() if self.aborts is None else self.aborts.counts
-        return {
-            "online_arrivals": aborts.arrivals,
-            "step_aborts": aborts.aborts,
-            "step_abort_seconds": aborts.seconds,
-            "step_abort_safepoint_seconds": aborts.safepoint_s,
-            "step_abort_tokens": aborts.tokens,
-            "step_aborts_per_arrival": aborts.most_per_arrival,
-            "offline_tokens": self._counts.offline_tokens,
-            "offline_preemptions": self._counts.offline_preemptions,
-            "online_preempted_before_offline": self._counts.online_preempted_first,
-            "co_serving_overruns": self._counts.overruns,
-            "co_serving_without_aborts": float(self.aborts is None),
-            "co_serving_steps_in_turn": float(self.overlaps_steps and self.aborts is not None),
-            "co_serving_without_profile": float(is_fixed),
-            "offline_budget_tokens": float(times.fixed_tokens if is_fixed else 0),
-            "offline_requests_waiting": float(len(self.policy.waiting)),
-        }
+        return self.figures.totals(is_last=self._settled is not None)
 
 
 def _is_settled(plan: CoServingPlan, view: CoServingView) -> bool:

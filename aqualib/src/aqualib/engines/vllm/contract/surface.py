@@ -129,7 +129,8 @@ SURFACE: Final[dict[str, tuple[str, ...]]] = {
     ),
     "vllm.v1.core.sched.request_queue:SchedulingPolicy": ("FCFS",),
     "vllm.v1.request:RequestStatus": (
-        *("PREEMPTED", "RUNNING", "WAITING", "WAITING_FOR_REMOTE_KVS", "WAITING_FOR_STREAMING_REQ"),
+        *("FINISHED_ABORTED", "PREEMPTED", "RUNNING", "WAITING", "WAITING_FOR_REMOTE_KVS"),
+        "WAITING_FOR_STREAMING_REQ",
     ),
     f"{CONNECTOR_PLACE}.v1.base:KVConnectorBase_V1": (
         *("__init__", "_get_connector_metadata", "_kv_transfer_config", "build_connector_meta"),

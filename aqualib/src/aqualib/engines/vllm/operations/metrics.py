@@ -38,6 +38,11 @@ COUNTERS: Final = {
     "offline_preemptions": "Offline requests that gave their memory up.",
     "online_preempted_before_offline": "Online requests that lost memory before offline ones.",
     "online_arrivals": "Online requests that came in, where they can abort offline steps.",
+    "online_first_tokens": "Online requests with a first token, or left after ttft_s without one.",
+    "online_first_tokens_in_time": "Of these, those that had it within ttft_s.",
+    "online_answers": "Online requests that ended with two tokens or more.",
+    "online_answers_in_time": "Of these, those with tpot_s or less between tokens, in the mean.",
+    "offline_requests_ended": "Offline requests that ended: answered, or left by their clients.",
     "step_aborts": "Steps of offline work that an online request's arrival aborted.",
     "step_abort_seconds": "From such an arrival until its step had stopped, added up.",
     "step_abort_safepoint_seconds": "Between two safepoints of an aborted step, added up.",
@@ -56,7 +61,10 @@ GAUGES: Final = {
     "co_serving_steps_in_turn": "Engines whose offline steps overlap with none, to be abortable.",
     "co_serving_without_profile": "Engines on the fixed budget: no step-time profile holds.",
     "offline_budget_tokens": "Offline tokens of a step without online ones, on the fixed budget.",
+    "offline_granted_tokens": "Offline tokens that the last plan has let into its step.",
+    "offline_limit_seconds": "Longest that the last plan let its step take; 0 if it has no limit.",
     "offline_requests_waiting": "Offline requests that hold no memory.",
+    "checkpoint_lag_blocks": "Full blocks of offline requests in memory that have no copy yet.",
     "workers_without_coordinator": "Workers that no coordinator answers; they use host memory.",
 }
 """Levels, sent as changes: so their sums over workers, engines and front ends are right, too."""

@@ -192,6 +192,13 @@ class CoServingScheduler(LendingScheduler):
     def _times_step(self) -> bool:
         return (self._plan is not None and not self._is_settled) or super()._times_step
 
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Go on as vLLM does, and note who has a first token."""
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.co_serving is not None:
+            self.co_serving.got_tokens(scheduler_output, self.requests, time.monotonic())
+        return outputs
+
     def _step_ended(self, output: Any, step: MeasuredStep, now_s: float) -> None:
         super()._step_ended(output, step, now_s)
         if self.co_serving is not None:
