@@ -50,7 +50,8 @@ def _load(board: Dashboard) -> Dashboard:
             lines(
                 "Time to first token, p99",
                 "What a user waits for the first word. Time slices are there to keep it short when "
-                "memory is not enough for all.",
+                "memory is not enough for all. Where there are offline requests, they are in it: "
+                "what online ones get is below, at co-serving.",
                 "s",
                 Query(f"pod:vllm_time_to_first_token_seconds:p99_rate5m{{{OF}}}", "{{pod}}"),
             )
@@ -58,7 +59,8 @@ def _load(board: Dashboard) -> Dashboard:
         .with_panel(
             lines(
                 "Time between tokens, p99",
-                "Time slices lengthen it for those that are put out, and nothing else should.",
+                "Time slices lengthen it for those that are put out, and nothing else should. "
+                "Offline requests, which are parked, are in it where there are any.",
                 "s",
                 Query(f"pod:vllm_inter_token_latency_seconds:p99_rate5m{{{OF}}}", "{{pod}}"),
             )
@@ -213,6 +215,30 @@ def _co_serving(board: Dashboard) -> Dashboard:
         board.with_row(Row("Co-serving"))
         .with_panel(
             lines(
+                "Online requests within their objectives",
+                "Of online requests, those with their first token within ttft_s, and those with no "
+                "more than tpot_s between tokens in the mean; of the last 15 minutes, by the "
+                "objectives that the engine was given.",
+                "percentunit",
+                Query(f"pod:aqua_online_attainment:ratio_rate15m{{{OF}}}", "{{pod}} {{objective}}"),
+                highest=1,
+            )
+        )
+        .with_panel(
+            lines(
+                "Offline requests that ended",
+                "Answered, or left by their clients. They have no objective: what they get done is "
+                "what online ones leave.",
+                "reqps",
+                Query(
+                    f"sum by (pod) (rate(aqua:offline_requests_ended_total{{{OF}}}"
+                    "[$__rate_interval]))",
+                    "{{pod}}",
+                ),
+            )
+        )
+        .with_panel(
+            lines(
                 "Tokens of offline requests",
                 "Computed for offline requests a second, prompts and answers, in the gaps that "
                 "online requests leave.",
@@ -254,11 +280,31 @@ def _co_serving(board: Dashboard) -> Dashboard:
         )
         .with_panel(
             lines(
-                "Fixed budget",
-                "Offline tokens that a step may have while no step-time profile holds; 0 where one "
-                "does, and says for each step how many fit.",
+                "Offline budget of a step",
+                "Offline tokens that the last step was given; and the fixed budget that a step has "
+                "without online requests while no step-time profile holds, 0 where one does.",
                 "short",
-                Query(f"max by (pod) (aqua:offline_budget_tokens{{{OF}}})", "{{pod}}"),
+                Query(f"max by (pod) (aqua:offline_granted_tokens{{{OF}}})", "{{pod}} given"),
+                Query(f"max by (pod) (aqua:offline_budget_tokens{{{OF}}})", "{{pod}} fixed budget"),
+            )
+        )
+        .with_panel(
+            lines(
+                "Limit of a step",
+                "How long the last step was to take with its offline work, at most; 0 where it had "
+                "none, or no limit.",
+                "s",
+                Query(f"max by (pod) (aqua:offline_limit_seconds{{{OF}}})", "{{pod}}"),
+            )
+        )
+        .with_panel(
+            lines(
+                "Checkpoint lag",
+                "Full blocks of offline requests in memory that have no copy yet. If an arrival "
+                "takes that memory, they are paged out first, or computed anew. Copies are made as "
+                "memory fills up, so a lag beside free memory is meant.",
+                "short",
+                Query(f"sum by (pod) (aqua:checkpoint_lag_blocks{{{OF}}})", "{{pod}}"),
             )
         )
         .with_panel(
