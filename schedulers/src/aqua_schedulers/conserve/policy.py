@@ -132,7 +132,10 @@ class ConservePolicy:
 
         Each arrival aborts at most one step: the next one holds it, and is not preemptible.
 
-        Source: ConServe Algorithm 2; its `break` in line 15 stands for a return.
+        Source: ConServe Algorithm 2; its `break` in line 15 stands for a return. Its single victims
+        never come about: they would leave a batch with online requests, whose safepoints are off
+        (section 5), and of a pure offline batch a safepoint aborts all (4.3). Offline requests
+        beside online ones are held to the step's limit in `plan` instead.
         """
         if not step.is_preemptible or step.is_aborting:
             return False
