@@ -28,6 +28,7 @@ from aqua_simulator.papers.conserve_beyond import FRESH, LoadVerdict, TrialLoad,
 from aqua_simulator.papers.conserve_beyond import judged as judgement
 from aqua_simulator.papers.conserve_figures import READINGS
 from aqua_simulator.papers.figures import FIGURES, PAPERS, named, published_figures, reproduce
+from aqua_simulator.papers.report import FigureRow
 from aqua_simulator.workloads.arrivals import gamma
 
 pytestmark = pytest.mark.slow
@@ -119,6 +120,37 @@ def test_every_figure_of_conserve_states_its_readings() -> None:
     printed = published_figures()
     for key in set(PAPERS["conserve"]) - {"conserve-beyond"}:
         assert "{readings}" in printed[key].source
+
+
+def test_each_throughput_that_conserve_prints_is_held_or_its_figure_says_why_not() -> None:
+    held = set()
+    for key in PAPERS["conserve"]:
+        figure = published_figures()[key]
+        reasons = " ".join(text for text in figure.remarks if text.startswith("Not held: "))
+        for name, row in figure.rows.items():
+            unit = figure.unit if row.unit is None else row.unit
+            number = FigureRow(name=name, ours=0.0, **row.model_dump()).published_text
+            is_printed = number != "not printed" and not row.bound
+            if row.held:
+                held.add(number)
+            elif is_printed and (
+                unit == "tokens/s"
+                or any(word in name for word in ("throughput", "gain", "overall"))
+            ):
+                assert number in reasons, (key, name)
+    assert held == {"5868", "2951", "3364", "3818"}
+
+
+def test_tails_in_a_sensitivity_have_the_unit_of_times() -> None:
+    burst, ablation = (published_figures()[f"conserve-figure{number}"] for number in (7, 8))
+    names = (
+        "no host time: CV 2, TTFT p99 of ConServe to ideal",
+        "no host time: CV 2, TTFT p99 of vLLM++",
+        "no host time: CV 2, offline throughput of ConServe to vLLM++",
+    )
+    assert [burst.unit_of_case(name) for name in names] == ["x", "ms", "%"]
+    assert ablation.unit_of_case("no host time: scheduler, TTFT p99") == "ms"
+    assert ablation.unit_of_case("no host time: scheduler, offline throughput") == "tokens/s"
 
 
 def test_figures_are_named_one_by_one_or_by_their_paper() -> None:

@@ -62,6 +62,7 @@ def test_a_difference_is_to_the_number_to_the_extreme_or_to_the_range(
         (row(2.0, published=2.0), "as published", False),
         (row(2.0, low=2.0), "as published", False),
         (row(2.1, published=2.0, fitted=True), "+0.1 (+5.0%), fitted", False),
+        (row(2.4, published=2.0, held=True), "+0.4 (+20.0%), held", True),
         (row(0.004, published=0.0, digit=0.01), "+0.004", False),
         (row(0.4, published=0.0, digit=0.01), "+0.4", True),
         (row(7.0), "", False),
@@ -90,6 +91,19 @@ def test_misses_stand_at_the_head_of_the_page() -> None:
     assert "1 of 2 printed numbers are off by more than 10%." in head
     assert "| Figure 6 | speedup | up to 1.44 | 1.27 | -0.17 (-11.8%) |" in head
     assert "sharing" not in head
+
+
+def test_the_page_counts_what_it_has_to_meet() -> None:
+    rows = [
+        row(2951.0, "scheduler", published=2951.0, held=True),
+        row(4000.0, "prefetch", published=3000.0, held=True),
+        row(5.0, "tail", published=1.0),
+    ]
+    made = Reproduction(key="key", title="Figure 8: x", source="Source", rows=rows)
+    text = page([made], {})
+    assert 'other figures agree with ("held"), 1 are within 10%.' in text
+    assert "| Figure 8 | prefetch | 3000 | 4000 | +1e+03 (+33.3%), held |" in text
+    assert "held" not in page([made.model_copy(update={"rows": rows[2:]})], {})
 
 
 def test_chosen_constants_stand_beside_the_number_they_move() -> None:

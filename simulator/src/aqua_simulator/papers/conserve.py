@@ -75,7 +75,7 @@ HOST_S: Final = 5e-3 * 62 / 38
 posts of vLLM's blog. Of 0.5.3 serving Llama-3-8B on one H100, 33 % of the time is the API server's,
 29 % scheduling and 38 % the GPU's (2024-09-05, on 0.6.0); a step on that GPU is "as low as 5 ms"
 (2025-01-27, on V1). Neither is the paper's version, model or GPU. Doubled, every decode step takes
-8 ms more; at 0, Figure 6's offline throughput is 13 % higher (its sensitivity)."""
+8 ms more; at 0, Figure 6's offline throughput is 14 % higher (its sensitivity)."""
 
 STORE_BYTES: Final = 300 * 10**9
 """Host memory for checkpoints: the paper's 320 GB less 20 for the system. Doubled, it never fills;

@@ -46,11 +46,17 @@ class PublishedFigure(BaseModel, frozen=True, extra="forbid"):
     source: str
     unit: str = ""
     sensitivity_unit: str = ""
+    sensitivity_units: Mapping[str, str] = {}
     traces: Sequence[str] = ()
     surrogates: Sequence[str] = ()
     remarks: Sequence[str] = ()
     chosen: Sequence[FittedConstant] = ()
     rows: Mapping[str, PublishedRow] = {}
+
+    def unit_of_case(self, name: str) -> str:
+        """Unit of a row of the sensitivity."""
+        units = (unit for end, unit in self.sensitivity_units.items() if name.endswith(end))
+        return next(units, self.sensitivity_unit)
 
 
 @cache
@@ -116,7 +122,7 @@ def reproduce(key: str, experiments: Experiments) -> Reproduction:
         ],
         surrogates=[*origins, *(text.format_map(facts) for text in printed.surrogates)],
         sensitivity=[
-            FigureRow(name=name, ours=ours, unit=printed.sensitivity_unit)
+            FigureRow(name=name, ours=ours, unit=printed.unit_of_case(name))
             for name, ours in measured.sensitivity.items()
         ],
         remarks=[*(text.format_map(facts) for text in printed.remarks), *measured.remarks],

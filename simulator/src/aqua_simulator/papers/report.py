@@ -50,6 +50,8 @@ class PublishedRow(BaseModel, frozen=True, extra="forbid"):
         fitted: A constant was chosen to meet this number, so it checks nothing.
         bound: `low` and `high` are no extremes but bounds to keep to: inside is well, any step
             outside a miss.
+        held: A throughput that other figures of the paper agree with, so that it has to be within
+            `MISS_SHARE`; why others are not is in the remarks.
     """
 
     published: float | None = None
@@ -59,6 +61,7 @@ class PublishedRow(BaseModel, frozen=True, extra="forbid"):
     digit: float = 0.0
     fitted: bool = False
     bound: bool = False
+    held: bool = False
 
 
 class FittedConstant(BaseModel, frozen=True, extra="forbid"):
@@ -124,7 +127,7 @@ class FigureRow(PublishedRow, frozen=True, extra="ignore"):
         else:
             share = f" ({self.difference / abs(self.reference):+.1%})" if self.reference else ""
             text = f"{self.difference:+.3g}{share}"
-        return f"{text}, fitted" if self.fitted else text
+        return text + ", fitted" * self.fitted + ", held" * self.held
 
     @property
     def moved_text(self) -> str:
@@ -272,6 +275,16 @@ def misses(made: Sequence[Reproduction]) -> list[str]:
     count = sum(row.reference is not None for each in made for row in each.rows)
     lines = ["## Misses", ""]
     lines += [f"{len(found)} of {count} printed numbers are off by more than {MISS_SHARE:.0%}.", ""]
+    held = [row for each in made for row in each.rows if row.held]
+    if held:
+        kept = sum(not row.is_missed for row in held)
+        lines += [
+            (
+                f"Of the {len(held)} throughputs that the paper's other figures agree with "
+                f'("held"), {kept} are within {MISS_SHARE:.0%}.'
+            ),
+            "",
+        ]
     if found:
         lines += [
             "| figure | | published | ours | difference | unit |",
