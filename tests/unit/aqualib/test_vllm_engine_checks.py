@@ -14,6 +14,7 @@ from aqualib.engines.vllm.paging.engine_checks import (
     load_mode,
     require_attention,
     require_blocks,
+    require_co_servable,
     require_pageable,
 )
 from aqualib.engines.vllm.paging.kv_groups import KvGroup, KvGroups
@@ -28,6 +29,7 @@ def engine(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - as much of vLLM
         "context_ranks": 1,
         "scheduler": object,
         "prefix_tier": None,
+        "drafts": None,
         **changed,
     }
     return SimpleNamespace(
@@ -41,6 +43,7 @@ def engine(**changed: Any) -> SimpleNamespace:  # noqa: ANN401 - as much of vLLM
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=given["enable_prefix_caching"]),
         scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: given["scheduler"]),
+        speculative_config=given["drafts"],
         use_v2_model_runner=given["use_v2_model_runner"],
         max_concurrent_batches=given["max_concurrent_batches"],
     )
@@ -102,6 +105,31 @@ def test_what_can_be_is_not() -> None:
     require_pageable(engine(use_v2_model_runner=True), cache(FULL))
     require_pageable(engine(scheduler=OURS), cache(FULL, WINDOW, STATE))
     require_blocks(cache(FULL))
+
+
+@pytest.mark.parametrize(
+    ("changed", "kinds", "said", "remedy"),
+    [
+        ({"drafts": "a model"}, [FULL], "has drafts", "or speculative decoding"),
+        ({}, [WINDOW], "one group of KV blocks under full attention", "for this model"),
+        ({}, [FULL, WINDOW], "one group of KV blocks under full attention", "for this model"),
+        ({}, [FULL, FULL], "one group of KV blocks under full attention", "for this model"),
+        ({}, [STATE], "one group of KV blocks under full attention", "for this model"),
+        ({}, [], "one group of KV blocks under full attention", "for this model"),
+    ],
+    ids=["drafts", "windows", "windows beside full attention", "groups", "states", "no blocks"],
+)
+def test_what_cannot_be_co_served_is_refused(
+    changed: dict[str, Any], kinds: list[str], said: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError, match=said) as refusal:
+        require_co_servable(engine(**changed), cache(*kinds))
+    assert remedy in str(refusal.value.remedy)
+    assert '"co_serving"' in str(refusal.value.remedy)
+
+
+def test_one_group_under_full_attention_can_be_co_served() -> None:
+    require_co_servable(engine(), cache(FULL))
 
 
 INEXACT = [

@@ -3,10 +3,10 @@
 A step that is aborted ends as an exception inside vLLM's model runner, which has prepared the
 batch by then and sampled nothing. This worker catches it, collects what the connector has to
 report, and answers with an output in which no request has got a token. What that means for
-requests is the scheduler's business (`aborting_scheduler`): it preempts all of them, so nothing
-that the runner noted of the batch is used again, but one thing. Where steps overlap, the runner
-takes the latest token of a request from the step before, by its place there; the step before is the
-aborted one now, which has none, so that note is dropped.
+requests is the scheduler's business (`aborting_scheduler`): as a rule they stay in memory, and the
+next step that they take part in tells the runner how far they are. Where steps overlap it preempts
+all of them. The runner takes the latest token of a request from the step before there, by its place
+in that; the step before is the aborted one now, which has none, so that note is dropped.
 
 This is for vLLM's first model runner. The second keeps other notes and runs on GPUs alone, where
 none of this was run: its steps run to their end (`abort_checks`).
