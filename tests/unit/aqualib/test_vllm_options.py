@@ -14,7 +14,9 @@ from aqualib.engines.vllm.contract.versions import (
     require_supported,
 )
 from aqualib.engines.vllm.options import PagingMode, read_options
+from aqualib.engines.vllm.paging.kv_groups import KvGroup, KvGroups
 from aqualib.engines.vllm.paging.plan import WorkerReport, WorkerStore
+from aqualib.engines.vllm.paging.scheduler import KvPagingScheduler
 
 
 def test_the_defaults_page_and_put_first_tokens_first() -> None:
@@ -69,6 +71,15 @@ def test_workers_together_report_the_worst() -> None:
     theirs = WorkerReport({2}, PagingTier.HOST, 3e9)
     assert ours.aggregate(theirs) == WorkerReport({1, 2}, PagingTier.HOST, 3e9)
     assert ours.aggregate(WorkerReport()).link_bytes_per_s == 5e9
+
+
+def test_a_report_of_something_else_leaves_where_blocks_are_and_how_fast_they_come() -> None:
+    paging = KvPagingScheduler(
+        read_options({}), groups=KvGroups([KvGroup(16)]), hash_tokens=16, is_sharing=False
+    )
+    paging.note(WorkerReport(location=PagingTier.PEER, link_bytes_per_s=5e9))
+    paging.note(WorkerReport(aborted=Counter([3])))
+    assert (paging.location, paging.link_bytes_per_s) == (PagingTier.PEER, 5e9)
 
 
 def test_stores_together_hold_what_the_smallest_does() -> None:

@@ -99,13 +99,14 @@ class WorkerReport:
         saved: By number, how many workers have acknowledged an asynchronous page-out: its blocks
             may change now, and are in the store unless they are among `lost_places`.
         lost_places: Places that turned out to hold nothing.
-        location: The tier that paged blocks are in now; the worst of all workers.
+        location: The tier that paged blocks are in now; the worst of all workers. None: it and the
+            rate are as they were.
         link_bytes_per_s: Rate of paging as measured, out and in; 0 while unknown.
         aborted: By number, how many workers have aborted a step.
     """
 
     lost_places: set[int] = field(default_factory=set)
-    location: PagingTier = PagingTier.NOWHERE
+    location: PagingTier | None = None
     link_bytes_per_s: float = 0.0
     store: WorkerStore | None = None
     saved: Counter[int] = field(default_factory=Counter)
@@ -114,9 +115,10 @@ class WorkerReport:
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Both, as one: a block is there only if every worker has its shard."""
         rates = [rate for rate in (self.link_bytes_per_s, other.link_bytes_per_s) if rate > 0]
+        tiers = [tier for tier in (self.location, other.location) if tier is not None]
         return WorkerReport(
             self.lost_places | other.lost_places,
-            max(self.location, other.location, key=_WORST_LAST.index),
+            max(tiers, key=_WORST_LAST.index, default=None),
             min(rates, default=0.0),
             self.store if other.store is None else other.store | self.store,
             self.saved + other.saved,

@@ -323,8 +323,9 @@ class KvPagingScheduler:
 
     def note(self, report: WorkerReport) -> None:
         """Take in what the workers found out."""
-        self.location = report.location
-        self.link_bytes_per_s = report.link_bytes_per_s
+        if report.location is not None:
+            self.location = report.location
+            self.link_bytes_per_s = report.link_bytes_per_s
         if report.store is not None:
             self.block_bytes = report.store.block_bytes
             self._worker_count = report.store.worker_count
