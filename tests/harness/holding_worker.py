@@ -8,7 +8,7 @@ from typing import Any
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from aqualib.engines.vllm import AquaWorker
-from harness.step_aborts import ASKING, abort_at_random, hold_first_step
+from harness.step_aborts import ASKING, abort_at_random, hold_first_step, look_elsewhere
 
 
 class HoldingWorker(AquaWorker):
@@ -28,3 +28,12 @@ class AskingWorker(AquaWorker):
         if self.rank == self.parallel_config.world_size - 1:
             safepoints = get_kv_transfer_group().safepoints
             abort_at_random(safepoints, share=float(share), seed=int(seed))
+
+
+class BlindWorker(AskingWorker):
+    """An `AskingWorker`; of several ranks, the last finds no page."""
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:  # noqa: ANN401 - vLLM's
+        super().initialize_from_config(kv_cache_config)
+        if self.rank == self.parallel_config.world_size - 1:
+            look_elsewhere(get_kv_transfer_group().safepoints)

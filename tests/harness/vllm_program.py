@@ -81,6 +81,7 @@ class Scenario:
         is_beside: Our connector is one of several.
         online_every: Every n-th request is online, the others offline; 0 says nothing.
         aborted_layers: Share of the layers of abortable steps at which an abort is asked for.
+        aborting_worker: By which class.
         seed: By which that is random.
         cuts_loads: Loads within a step come layer by layer, however small they are.
     """
@@ -111,6 +112,7 @@ class Scenario:
     is_beside: bool = False
     online_every: int = 0
     aborted_layers: float = 0.0
+    aborting_worker: str = "harness.holding_worker.AskingWorker"
     seed: int = 0
     cuts_loads: bool = False
 
@@ -193,7 +195,7 @@ def make_engine(scenario: Scenario) -> Any:  # noqa: ANN401 - vLLM's
     if scenario.aborted_layers:
         allow_aborts_in_process()
         os.environ[ASKING] = f"{scenario.aborted_layers} {scenario.seed}"
-        options["worker_cls"] = "harness.holding_worker.AskingWorker"
+        options["worker_cls"] = scenario.aborting_worker
     if scenario.lend is not None:
         options["worker_cls"] = scenario.lending_worker
         options.setdefault("scheduler_cls", "aqualib.engines.vllm.LendingScheduler")

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
+from aqualib.engines.vllm.co_serving.safepoints import SafepointOrder
 from aqualib.engines.vllm.paging.kv_groups import NULL_BLOCK
 from aqualib.engines.vllm.paging.plan import PagingPlan, WorkerReport, WorkerStore
 from harness.vllm_shapes import (
@@ -252,7 +253,7 @@ class Runner:
         connector = KVConnectorOutput(
             finished_recving=arrived or None,
             invalid_block_ids=set() if self._loses_all else invalid,
-            kv_connector_worker_meta=wrap(self._report(lost, aborted)),
+            kv_connector_worker_meta=wrap(self._report(lost, aborted, plan.safepoints)),
         )
         return ModelRunnerOutput(
             req_ids=names,
@@ -436,17 +437,19 @@ class Runner:
                 lost.add(place)
                 self.lost_blocks += 1
 
-    def _report(self, lost: set[int], aborted: int) -> Any:  # noqa: ANN401 - of a class that needs vLLM
+    def _report(self, lost: set[int], aborted: int, order: SafepointOrder | None) -> Any:  # noqa: ANN401 - of a class that needs vLLM
         from aqua_schedulers.cfs import PagingTier
         from aqualib.engines.vllm.connector import AquaWorkerReport
 
         saved = self._save(lost)
         self.aborted_steps += aborted > 0
-        if self._is_told and not lost and not saved and not aborted:
+        has_page = None if order is None or order.step else True
+        if self._is_told and not (lost or saved or aborted or has_page):
             return None
         reports = [
             AquaWorkerReport(
                 location=PagingTier.HOST,
+                has_page=has_page,
                 store=None if self._is_told else WorkerStore(capacity_blocks=blocks, block_bytes=1),
             )
             for blocks in self.shape.store_blocks

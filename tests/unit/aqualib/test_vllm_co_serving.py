@@ -10,15 +10,11 @@ import pytest
 from aqua_protocol import ConfigError
 from aqua_protocol.errors import RequestInvalidError
 from aqua_schedulers.conserve import (
-    CoServedRequest,
     CoServingView,
     MeasuredStep,
-    ServiceClass,
-    StepLoad,
     StepTimeKey,
     StepTimeProfile,
 )
-from aqualib.engines.vllm.co_serving.abort_page import AbortPage
 from aqualib.engines.vllm.co_serving.scheduler import SETTLED_STEPS, CoServing
 from aqualib.engines.vllm.co_serving.step_tokens import StepTokens
 from aqualib.engines.vllm.options import read_options
@@ -29,33 +25,19 @@ from aqualib.engines.vllm.requests.service_class import (
     class_choice,
     service_class_of,
 )
+from harness.co_served_engine import (
+    SERVING,
+    chunk,
+    co_serving,
+    offline,
+    request,
+    told,
+    view,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-SERVING: dict[str, Any] = {"ttft_s": 1.0, "tpot_s": 0.1}
-SIZE = 16
-
-
-def request(name: str = "r", **facts: Any) -> Any:  # noqa: ANN401 - a request of vLLM's
-    values = {
-        "request_id": name,
-        "sampling_params": SimpleNamespace(extra_args=None),
-        "priority": 0,
-        "arrival_time": 0.0,
-        "num_tokens": 100,
-        "num_prompt_tokens": 100,
-        "num_output_tokens": 0,
-        "num_output_placeholders": 0,
-        "max_tokens": 20,
-        "num_computed_tokens": 0,
-    }
-    return SimpleNamespace(**{**values, **facts})
-
-
-def told(**xargs: object) -> Any:  # noqa: ANN401 - as above
-    return SimpleNamespace(extra_args=xargs)
 
 
 class Store:
@@ -70,39 +52,6 @@ class Store:
     def copied_blocks(self, request: Any, blocks: range) -> tuple[int, bool]:  # noqa: ANN401
         assert request.request_id
         return min(self.copied, len(blocks)), self.is_coming
-
-
-def co_serving(*, abortable_layers: int | None = None, **options: Any) -> CoServing:  # noqa: ANN401 - options
-    given = read_options({"co_serving": SERVING, **options})
-    return CoServing(
-        given,
-        StepTimeKey("m", "e", "g"),
-        block_tokens=SIZE,
-        is_load_async=True,
-        abortable_layers=abortable_layers,
-    )
-
-
-def offline(name: str, **facts: Any) -> Any:  # noqa: ANN401 - as `request`
-    return request(name, sampling_params=told(aqua_class="offline"), **facts)
-
-
-def chunk(output: Any) -> StepLoad:  # noqa: ANN401 - the scheduler's
-    """What such a step computes, all of it prompts."""
-    return StepLoad().and_chunk(sum(output.num_scheduled_tokens.values()), 0)
-
-
-def view(*running: Any, free_blocks: int = 100) -> CoServingView:  # noqa: ANN401 - views
-    return CoServingView(
-        now_s=1.0,
-        free_blocks=free_blocks,
-        block_count=100,
-        max_tokens=512,
-        max_running=16,
-        running=running,
-        link_bytes_per_s=1e9,
-        store_room_blocks=100,
-    )
 
 
 @pytest.mark.parametrize(
@@ -168,24 +117,6 @@ def test_a_step_hands_out_what_was_planned() -> None:
     assert tokens.take("z", 7, is_offline=False, is_inside=False) == 0
 
 
-@pytest.mark.parametrize(
-    ("layers", "every", "longest_s"), [(8, None, 0.2), (8, 2, 0.1), (3, 8, 0.042), (80, None, 0.53)]
-)
-def test_a_calm_step_is_bounded_by_the_layers_at_which_it_may_stop(
-    layers: int, every: int | None, longest_s: float, tmp_path: Path
-) -> None:
-    """Two of its safepoints take a twentieth of a second; 32 tokens it has in any case."""
-    place = tmp_path / "steps.json"
-    profile = StepTimeProfile(
-        model="m", engine="e", gpu="g", floor_s=0.01, token_s=1e-3, max_tokens=512
-    )
-    place.write_text(profile.model_dump_json())
-    serving = {**SERVING, "step_profile": str(place), "safepoint_layers": every}
-    policy = co_serving(abortable_layers=layers, co_serving=serving).policy
-    policy.added(CoServedRequest("a", ServiceClass.OFFLINE, 0.0, 900), 0.0)
-    assert 0.9 * longest_s < policy.plan(view()).expected_s <= longest_s
-
-
 def test_without_a_profile_a_start_says_so_and_figures_do(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -208,60 +139,6 @@ def test_without_a_profile_a_start_says_so_and_figures_do(
         left = co_serving(co_serving={**SERVING, "step_profile": str(given)}).totals()
         assert left["co_serving_without_profile"] == 1.0
         assert "aqua-profile steps" in caplog.text
-
-
-def test_a_step_that_can_be_aborted_has_no_budget_and_says_where_it_may_stop() -> None:
-    served = co_serving(abortable_layers=4)
-    served.arrived(offline("a", num_tokens=1000), 0.0)
-    plan = served.plan(view())
-    assert plan.offline_tokens == {"a": 512}
-    order = served.safepoints_of({"a": 512})
-    assert order is not None
-    output = SimpleNamespace(num_scheduled_tokens={"a": 512})
-    served.begun(output, plan, written_blocks=lambda: frozenset({3}))
-    assert served.aborts is not None
-    assert served.aborts.under_way is not None
-    assert served.aborts.under_way.written_blocks == {3}
-    served.heard(offline("b", prompt_token_ids=[1]), 0.5)
-    served.heard(request("x", prompt_token_ids=[1, 2]), 0.5)
-    with AbortPage.open(order.place) as page:
-        assert page.is_asked(order.step)
-    served.aborts.ended(is_aborted=True)
-    served.aborted(output)
-    assert served.totals()["step_aborts"] == served.totals()["online_arrivals"] == 1
-    assert served.totals()["co_serving_without_aborts"] == 0.0
-    assert not served.totals()["offline_tokens"], "nothing of it counts"
-    served.aborts.close()
-
-
-def test_no_step_without_an_online_request_begins_while_one_is_coming() -> None:
-    served = co_serving(abortable_layers=4)
-    served.arrived(offline("a", num_tokens=1000), 0.0)
-    coming = request("x", prompt_token_ids=[1, 2])
-    served.heard(coming, 1.0)
-    for _ in range(5):
-        served.begin()
-        plan = served.plan(view())
-        assert not plan.offline_tokens
-        assert not plan.admit
-        assert served.tokens is not None
-        assert served.tokens.take("a", 9, is_offline=True, is_inside=True) == 0
-        assert served.safepoints_of({}) is None
-        served.begun(SimpleNamespace(num_scheduled_tokens={}), plan)
-    served.arrived(coming, 1.0)
-    served.begin()
-    assert served.plan(view()).offline_tokens == {"a": 512}
-    assert served.aborts is not None
-    served.aborts.close()
-
-
-def test_a_step_that_online_requests_share_is_not_aborted() -> None:
-    served = co_serving(abortable_layers=4)
-    served.arrived(offline("a", num_tokens=1000), 0.0)
-    served.plan(view())
-    assert served.safepoints_of({"a": 512, "x": 1}) is None
-    assert served.aborts is not None
-    served.aborts.close()
 
 
 def test_an_offline_step_without_aborts_keeps_to_a_budget() -> None:

@@ -73,6 +73,13 @@ def test_workers_together_report_the_worst() -> None:
     assert ours.aggregate(WorkerReport()).link_bytes_per_s == 5e9
 
 
+def test_workers_together_have_the_page_if_each_that_was_asked_has() -> None:
+    has, lacks, unasked = (WorkerReport(has_page=each) for each in (True, False, None))
+    assert has.aggregate(has).aggregate(unasked).has_page is True
+    assert has.aggregate(lacks).has_page is lacks.aggregate(has).has_page is False
+    assert unasked.aggregate(unasked).has_page is None
+
+
 def test_a_report_of_something_else_leaves_where_blocks_are_and_how_fast_they_come() -> None:
     paging = KvPagingScheduler(
         read_options({}), groups=KvGroups([KvGroup(16)]), hash_tokens=16, is_sharing=False

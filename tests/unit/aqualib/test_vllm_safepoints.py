@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from aqua_protocol import TransportError
 from aqua_schedulers.conserve import CoServedRequest, CoServingPlan, ServiceClass
+from aqualib.engines.vllm.co_serving import step_aborts
 from aqualib.engines.vllm.co_serving.abort_page import AbortPage
 from aqualib.engines.vllm.co_serving.safepoints import SafepointOrder, Safepoints, StepAbortedError
 from aqualib.engines.vllm.co_serving.step_aborts import EXPECTED_S, MAX_FRUITLESS_ABORTS, StepAborts
@@ -85,6 +87,20 @@ def test_a_worker_that_cannot_open_the_page_says_so_once_and_runs_steps_through(
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("rank_count", [1, 2])
+def test_a_worker_that_is_to_open_the_page_says_whether_it_has_it_and_stops_nowhere(
+    page: AbortPage, rank_count: int
+) -> None:
+    for place, has_page in ((page.place, True), ("/proc/0/fd/0", False)):
+        safepoints = Safepoints(rank_count - 1, rank_count, CPU)
+        assert safepoints.take_page() is None
+        safepoints.begin(SafepointOrder(0, place, 1))
+        assert not safepoints.has_order
+        assert layers_until_abort(safepoints) == 100
+        assert [safepoints.take_page(), safepoints.take_page()] == [has_page, None]
+        safepoints.close()
+
+
 def test_one_of_several_ranks_that_cannot_open_the_page_ends_instead_of_waiting_for_ever() -> None:
     safepoints = Safepoints(1, 2, CPU)
     with pytest.raises(TransportError, match="/proc/0/fd/0"):
@@ -117,6 +133,7 @@ class Policy:
 @pytest.fixture
 def aborts() -> Iterator[StepAborts]:
     made = StepAborts(Policy(), layer_count=32, every_layers=None)
+    made.page_opened(by_all=True)
     yield made
     made.close()
 
@@ -218,6 +235,7 @@ def test_safepoints_are_as_far_apart_as_their_time_says(
     expected_s: float, given: int | None, layers: int
 ) -> None:
     aborts = StepAborts(Policy(), layer_count=32, every_layers=given)
+    aborts.page_opened(by_all=True)
     order = aborts.order(["a"], plan(expected_s))
     assert order is not None
     assert order.every_layers == layers
@@ -232,3 +250,18 @@ def test_an_abort_is_counted_beside_the_interval_of_its_safepoints(aborts: StepA
         aborts.begun(order, {"a": 5}, frozenset({1}), plan(expected_s))
         aborts.ended(is_aborted=layers == 2)
     assert aborts.counts.safepoint_s == pytest.approx(0.004), "two of 32 layers, of one step"
+
+
+def test_a_step_of_more_tokens_than_the_last_has_its_safepoints_closer(
+    aborts: StepAborts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing predicts it; the last took 10 ms for 5 tokens."""
+    now_s = 0.0
+    monkeypatch.setattr(step_aborts, "time", SimpleNamespace(monotonic=lambda: now_s))
+    begin(aborts, "a")
+    now_s = 0.01
+    aborts.ended(is_aborted=False)
+    for tokens, layers in ((5, 16), (4, 16), (20, 4), (5000, 1)):
+        order = aborts.order(["a"], plan()._replace(offline_tokens={"a": tokens}))
+        assert order is not None
+        assert order.every_layers == layers, tokens

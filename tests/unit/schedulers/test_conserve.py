@@ -1,8 +1,7 @@
-"""Co-serving's parts: profiles and their fallback, checkpoints, the offline queue, readings."""
+"""Co-serving's parts: checkpoints, the offline queue, readings and plans."""
 
 from __future__ import annotations
 
-import json
 import random
 from math import inf
 
@@ -16,20 +15,16 @@ from aqua_schedulers.conserve import (
     CoServingPlan,
     CoServingPolicyName,
     CoServingView,
-    MeasuredStep,
     Objectives,
-    PredictionBasis,
     ServiceClass,
     StepLoad,
     StepTimeProfile,
     StepTimes,
     StepUnderWay,
     co_serving_policy,
-    fitted_profile,
 )
 from aqua_schedulers.conserve.checkpoints import CheckpointRamp, CopyBudget
 from aqua_schedulers.conserve.offline_queue import OfflineQueue, is_due
-from aqua_schedulers.conserve.profile import MAX_TERM_S
 from aqua_schedulers.conserve.step_budget import StepBudget
 
 PROFILE = StepTimeProfile(
@@ -48,134 +43,6 @@ PROFILE = StepTimeProfile(
 def offline(name: str, **facts: object) -> CoServedRequest:
     values = {"arrival_s": 0.0, "known_tokens": 100, "computed_tokens": 0, **facts}
     return CoServedRequest(name, ServiceClass.OFFLINE, **values)  # type: ignore[arg-type] # fields
-
-
-def loads() -> list[StepLoad]:
-    return [
-        StepLoad().and_chunk(tokens, context)._replace(context_tokens=read)
-        for tokens in (1, 32, 256, 1024, 2048)
-        for context in (0, 2000)
-        for read in (0, 10_000, 40_000)
-    ]
-
-
-def test_a_profile_is_found_again_from_the_steps_that_it_predicts() -> None:
-    steps = [MeasuredStep(load, PROFILE.seconds(load)) for load in loads()]
-    found = fitted_profile(steps, model="m", engine="e", gpu="g")
-    assert found.relative_error < 0.05
-    assert found.max_tokens == 2048
-    assert StepTimeProfile.parse(found.model_dump_json()) == found
-
-
-def test_a_profile_needs_steps_and_its_own_format() -> None:
-    with pytest.raises(ConfigError, match="make no profile"):
-        fitted_profile([], model="m", engine="e", gpu="g")
-    with pytest.raises(ConfigError, match="not a step-time profile"):
-        StepTimeProfile.parse('{"format": 2}')
-
-
-@pytest.mark.parametrize("field", ["floor_s", "token_s", "pair_s", "request_s", "relative_error"])
-@pytest.mark.parametrize("number", ["NaN", "1e999", "-1e-9"])
-def test_a_profile_of_no_times_is_none(field: str, number: str) -> None:
-    text = json.dumps({**PROFILE.model_dump(), field: "?"}).replace('"?"', number)
-    with pytest.raises(ConfigError, match="not a step-time profile"):
-        StepTimeProfile.parse(text)
-
-
-def test_a_step_of_the_slowest_profile_takes_a_number_of_seconds() -> None:
-    given = PROFILE.model_dump() | {"floor_s": 1e60, "exponent": 8.0}
-    with pytest.raises(ConfigError, match="less than or equal"):
-        StepTimeProfile.parse(json.dumps(given))
-    slowest = PROFILE.model_copy(update={"token_s": MAX_TERM_S, "exponent": 8.0})
-    assert slowest.seconds(StepLoad(1 << 24)) < inf
-
-
-def test_a_chunk_is_the_largest_that_keeps_to_the_limit() -> None:
-    times = StepTimes(PROFILE)
-    load = StepLoad(8, 4000, 0.0, 8)
-    tokens = times.chunk_within(load, 0.05, 0, 2048, 100)
-    assert PROFILE.seconds(load.and_chunk(tokens, 100)) <= 0.05
-    assert PROFILE.seconds(load.and_chunk(tokens + 1, 100)) > 0.05
-
-
-def test_without_a_profile_offline_work_keeps_to_a_fixed_budget_that_overruns_cut() -> None:
-    times = StepTimes(None)
-    load = StepLoad(65, 0, 0.0, 2)
-    assert times.basis is PredictionBasis.FIXED
-    assert times.allows(load, 0.05, 64)
-    assert not times.allows(load, 0.05, 65)
-    assert not times.allows(load, 0.0, 1)
-    times.measured(load, 0.0625, limit_s=0.05, offline_tokens=64)
-    assert not times.allows(load, 0.05, 52)
-    assert times.allows(load, 0.05, 51)
-    for _ in range(6):
-        times.measured(load, 9.0, limit_s=0.05, offline_tokens=1)
-    assert not times.allows(load, 0.05, 1)
-    times.measured(load, 0.06, limit_s=0.05, offline_tokens=0)
-    assert not times.allows(load, 0.05, 1)
-    times.measured(load, 0.04, limit_s=0.05, offline_tokens=0)
-    assert times.allows(load, 0.05, 1)
-
-
-def test_what_steps_without_online_requests_prove_is_not_taken_for_those_with_them() -> None:
-    times = StepTimes(None)
-    calm = StepLoad(64, 0, 0.0, 1)
-    for _ in range(10):
-        times.measured(calm, 0.01, limit_s=0.05, offline_tokens=64)
-    assert times.fixed_tokens == 74
-    busy = StepLoad(75, 0, 0.0, 2)
-    assert times.allows(calm._replace(new_tokens=74), 0.05, 74)
-    assert not times.allows(busy, 0.05, 74)
-    times.measured(busy, 0.1, limit_s=0.05, offline_tokens=64)
-    assert not times.allows(busy, 0.05, 33)
-    assert times.fixed_tokens == 74
-
-
-def test_a_fixed_budget_grows_by_steps_that_use_it_and_learns_of_those_with_a_limit() -> None:
-    times = StepTimes(None)
-    for tokens in (1, 31, 32):
-        times.measured(StepLoad(tokens), 0.01, limit_s=0.05, offline_tokens=tokens)
-    assert times.fixed_tokens == 65
-    times.measured(StepLoad(65), 0.01, limit_s=0.0, offline_tokens=65)
-    assert times.fixed_tokens == 65
-
-
-def test_steps_that_are_late_whatever_their_size_do_not_take_the_fixed_budget_away() -> None:
-    """100 tokens fit into the limit; one step in fourteen takes a fifth longer."""
-    times = StepTimes(None)
-    found = []
-    for index in range(2000):
-        tokens = times.fixed_tokens
-        seconds = (0.02 + 1e-4 * tokens) * (1.2 if index % 14 == 0 else 1.0)
-        times.measured(StepLoad(tokens), seconds, limit_s=0.03, offline_tokens=tokens)
-        found.append(tokens)
-    later = found[1000:]
-    assert sum(later) / len(later) > 75
-    assert max(later) <= 101
-
-
-def test_a_profile_that_is_off_is_corrected_and_a_wrong_one_is_left_for_the_fixed_budget() -> None:
-    times = StepTimes(PROFILE)
-    load = StepLoad(512, 0, 0.0, 1)
-    for _ in range(200):
-        times.measured(load, 1.5 * PROFILE.seconds(load), limit_s=1.0, offline_tokens=0)
-    assert times.basis.value == "profile"
-    assert times.seconds(load) == pytest.approx(1.5 * PROFILE.seconds(load), rel=0.01)
-    for index in range(60):
-        share = (0.2, 5.0)[index % 2]
-        times.measured(load, share * PROFILE.seconds(load), limit_s=1.0, offline_tokens=0)
-    assert times.basis.value == "fixed"
-    assert times.seconds(load) == float("inf")
-
-
-def test_steps_that_the_machine_holds_up_now_and_then_do_not_make_a_good_profile_wrong() -> None:
-    times = StepTimes(PROFILE)
-    load = StepLoad(512, 0, 0.0, 1)
-    for index in range(400):
-        share = 100.0 if index % 100 == 0 else 1.0
-        times.measured(load, share * PROFILE.seconds(load), limit_s=1.0, offline_tokens=0)
-        assert times.basis is PredictionBasis.PROFILE, index
-        assert times.seconds(load) < 1.1 * PROFILE.seconds(load), index
 
 
 def test_a_block_is_saved_when_acknowledged_and_pinned_until_then() -> None:
@@ -438,7 +305,43 @@ def test_a_calm_step_is_as_long_as_its_safepoints_are_near_enough() -> None:
     assert 0.03 < bounded.expected_s <= 0.04
     full = sum(calm_step("conserve").offline_tokens.values())
     assert sum(bounded.offline_tokens.values()) < full, "the paper has no limit"
-    assert sum(calm_step("guarded", None).offline_tokens.values()) == full, "nor what is not known"
+    for name in ("guarded", "conserve"):
+        unknown = calm_step(name, None)
+        assert unknown.is_preemptible
+        assert unknown.offline_tokens == {"a": 64}, "what nothing predicts is on the fixed budget"
+
+
+@pytest.mark.parametrize("name", ["guarded", "conserve"])
+def test_a_calm_step_that_can_be_aborted_tries_out_how_many_tokens_fit_without_a_profile(
+    name: str,
+) -> None:
+    policy = co_serving_policy(name, Objectives(1.0, 0.1), None, ConserveSettings(safepoints=80))
+    policy.added(offline("a", known_tokens=4000), 0.0)
+
+    def tokens_of_step_that_takes(seconds: float) -> int:
+        plan = policy.plan(CoServingView(0.0, 500, 500, 2048, 8, []))
+        assert plan.is_preemptible
+        assert plan.limit_s == pytest.approx(0.1), "as one that runs to its end"
+        policy.stepped(plan, plan.load, seconds, 0.0)
+        return plan.offline_tokens["a"]
+
+    assert [tokens_of_step_that_takes(0.09) for _ in range(3)] == [64, 65, 66]
+    assert [tokens_of_step_that_takes(9.0), tokens_of_step_that_takes(0.09)] == [67, 33]
+    assert max(tokens_of_step_that_takes(0.09) for _ in range(600)) == 512
+
+
+@pytest.mark.parametrize("name", ["guarded", "conserve"])
+def test_a_calm_step_that_may_have_to_run_through_is_as_short_as_if_none_could_be_aborted(
+    name: str,
+) -> None:
+    found = []
+    for aborts, runs_through in ((True, True), (False, False), (True, False)):
+        settings = ConserveSettings(aborts=aborts, safepoints=80)
+        policy = co_serving_policy(name, Objectives(1.0, 0.1), PROFILE, settings)
+        policy.added(offline("a", known_tokens=40_000), 0.0)
+        view = CoServingView(0.0, 5000, 5000, 2048, 8, [], runs_through=runs_through)
+        found.append(policy.plan(view).expected_s)
+    assert found[0] == found[1] <= 0.1 < found[2]
 
 
 @pytest.mark.parametrize("profile", [None, PROFILE])

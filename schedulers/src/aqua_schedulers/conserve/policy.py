@@ -14,7 +14,8 @@ Algorithm 1 as it runs here, once per step:
 5. A step without an online request may be aborted (`on_arrival`, Algorithm 2). An abort halves the
    next such step, one that ends doubles it: what is thrown away adapts to the gaps between
    arrivals, and some step always ends. Beyond `starved_tokens` it has no more than lets it stop
-   soon for an arrival: at its end, or under `guarded` at its second safepoint.
+   soon for an arrival: at its end, or under `guarded`, if its time can be predicted, at its second
+   safepoint.
 6. Full blocks of offline requests are copied out, next victims first.
 
 Promises, as long as predicted times are right: a step with online requests exceeds its limit only
@@ -194,14 +195,17 @@ class ConservePolicy:
         """Whether `CoServingPlan.online_tokens` also holds online requests back."""
         return self._reading.bounds_online
 
-    @property
-    def _calm_limit_s(self) -> float:
-        """Longest step without online requests, by what an arrival waits for it to stop."""
+    def _calm_limit_s(self, *, runs_through: bool) -> float:
+        """Longest step without online requests, by what an arrival waits for it to stop.
+
+        Where nothing predicts a step, nothing says what an abort of it takes: it is kept as short
+        as one that runs to its end, which bounds both.
+        """
         settings, ttft_s = self._settings, self._objectives.ttft_s
-        if not settings.aborts:
+        is_predicted = self.times.basis is PredictionBasis.PROFILE
+        if runs_through or not settings.aborts or not is_predicted:
             return settings.unaborted_share * ttft_s
-        wait_s = inf if self.times.basis is PredictionBasis.FIXED else settings.abort_share * ttft_s
-        return self._reading.abortable_limit_s(wait_s, settings.safepoints)
+        return self._reading.abortable_limit_s(settings.abort_share * ttft_s, settings.safepoints)
 
     def _is_due(self, request: CoServedRequest, now_s: float) -> bool:
         token_s = self._objectives.tpot_s / max(1, self._settings.least_step_tokens)
@@ -235,7 +239,8 @@ class ConservePolicy:
         elif prompts:
             limit_s = hard_s = starved_s = reading.prompt_limit_s(prompts, view.now_s)
         else:
-            limit_s = hard_s = starved_s = self._calm_limit_s
+            limit_s = self._calm_limit_s(runs_through=view.runs_through)
+            hard_s = starved_s = limit_s
         reclaimable = sum(map(self._freed_by, offline)) if prompts else 0
         kept_back = self._settings.starved_tokens if keeps_back and prompts else 0
         room = view.max_tokens - count - kept_back

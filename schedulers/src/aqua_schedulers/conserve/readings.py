@@ -78,7 +78,7 @@ class PaperReading:
         return max(0.0, min(each.arrival_s for each in prompts) + self.objectives.ttft_s - now_s)
 
     def abortable_limit_s(self, wait_s: float, safepoints: int) -> float:
-        """Longest step without online requests, where it has safepoints: none.
+        """Longest step without online requests, where it has safepoints and is predicted: none.
 
         Args:
             wait_s: What an arrival may wait for it to stop.

@@ -22,7 +22,8 @@ class ConserveSettings(BaseModel):
         least_step_tokens: What aborts cut such a step down to. Doubled, more is thrown away where
             every step is aborted.
         aborts: Whether the engine can abort a step without online requests at a safepoint. If not,
-            such a step keeps to a limit.
+            such a step keeps to a limit; also if it can, where the step cannot be predicted or is
+            to run to its end.
         unaborted_share: Part of the objective for the first token that this limit is: what an
             arrival waits at most. Doubled, it waits twice as long, and calm steps take more.
         safepoints: Of a step that can be aborted: its layers, or groups of them. Doubled, it may be

@@ -12,7 +12,8 @@ step took. It stands on one of two legs:
   it did and to a half at most, and grows back slowly while it is used.
   Steps with and without online requests have a budget each: they have other limits, and what fits
   into an empty engine says nothing of what fits beside answers. A step that is to have no offline
-  work, a limit of 0, has none, and neither budget learns of it.
+  work, a limit of 0, has none, and neither budget learns of it; nor of steps that are planned by a
+  profile, whose limits may be longer.
 
 Promises: no profile and a wrong one both end in the fixed budget, and `basis` says so, for a
 warning and a metric; a budget that has been overrun is smaller in the next step of its kind. What a
@@ -106,7 +107,7 @@ class StepTimes:
 
     @property
     def fixed_tokens(self) -> int:
-        """The fixed budget of a step without online requests, whether or not it stands on it."""
+        """The fixed budget of a step without online requests, also while a profile holds."""
         return self._calm_budget.tokens
 
     def seconds(self, load: StepLoad) -> float:
@@ -161,7 +162,7 @@ class StepTimes:
         self, load: StepLoad, seconds: float, *, limit_s: float, offline_tokens: int
     ) -> None:
         """Learn what a step took; `limit_s` is what it was planned for, infinity for none."""
-        if limit_s > 0.0:
+        if limit_s > 0.0 and self.basis is PredictionBasis.FIXED:
             self._budget(load, offline_tokens).measured(
                 seconds, limit_s=limit_s, offline_tokens=offline_tokens
             )

@@ -76,6 +76,8 @@ class CoServingView(NamedTuple):
         link_bytes_per_s: To and from the checkpoint store, each way.
         block_bytes: Of one block.
         store_room_blocks: What the checkpoint store still takes.
+        runs_through: Whether a step without online requests may have to run to its end, though the
+            engine can abort others.
     """
 
     now_s: float
@@ -88,6 +90,7 @@ class CoServingView(NamedTuple):
     link_bytes_per_s: float = 0.0
     block_bytes: int = 1
     store_room_blocks: int = 0
+    runs_through: bool = False
 
 
 class CoServingPlan(NamedTuple):

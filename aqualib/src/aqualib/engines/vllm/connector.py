@@ -148,6 +148,10 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         report = connector_output.kv_connector_worker_meta
         if report is not None:
             paging.note(report)
+            if report.has_page is not None:
+                assert self.co_serving is not None
+                assert self.co_serving.aborts is not None
+                self.co_serving.aborts.page_opened(by_all=report.has_page)
         if connector_output.finished_recving:
             paging.loads_ended(connector_output.finished_recving)
 
@@ -290,10 +294,12 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> AquaWorkerReport | None:
         """Report what the scheduler's half should know, if anything is new."""
         report = None if self._reporting is None else self._reporting.take_report()
-        aborted = 0 if self._safepoints is None else self._safepoints.take_aborted()
-        if aborted:
-            report = report or WorkerReport()
-            report.aborted[aborted] = 1
+        if self._safepoints is not None:
+            aborted, has_page = self._safepoints.take_aborted(), self._safepoints.take_page()
+            if aborted or has_page is not None:
+                report = report or WorkerReport()
+                report.aborted.update([aborted] if aborted else [])
+                report.has_page = has_page
         if report is None:
             return None
         return AquaWorkerReport(*(getattr(report, each.name) for each in fields(report)))

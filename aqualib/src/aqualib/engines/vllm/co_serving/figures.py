@@ -102,6 +102,7 @@ class CoServingTotals:
         times, plan, attainment = self._policy.times, self.plan, self._attainment
         is_fixed = times.basis is PredictionBasis.FIXED
         aborts = AbortCounts() if self._aborts is None else self._aborts.counts
+        without_aborts = self._aborts is None or self._aborts.has_page is False
         self._count_lag(is_last=is_last)
         return {
             "online_arrivals": aborts.arrivals,
@@ -119,8 +120,8 @@ class CoServingTotals:
             "offline_requests_ended": self.counts.offline_ended,
             "online_preempted_before_offline": self.counts.online_preempted_first,
             "co_serving_overruns": self.counts.overruns,
-            "co_serving_without_aborts": float(self._aborts is None),
-            "co_serving_steps_in_turn": float(self._is_in_turn),
+            "co_serving_without_aborts": float(without_aborts),
+            "co_serving_steps_in_turn": float(self._is_in_turn and not without_aborts),
             "co_serving_without_profile": float(is_fixed),
             "offline_budget_tokens": float(times.fixed_tokens if is_fixed else 0),
             "offline_granted_tokens": float(sum(plan.offline_tokens.values())),

@@ -14,6 +14,10 @@ of the device, and the device always has a group to go on with.
 While a step that was aborted unwinds, the connector has to keep what it would report with the
 step's output, for that output is lost (`is_unwinding`).
 
+A rank without the page would go on where others stop, and wait for them in its next collective for
+ever. So before the first such step of an engine all ranks are told to open the page, and report
+whether they have it; unless all have, no step is ever marked (`step_aborts`).
+
 Not promised: that a step stops. One without a safepoint left, such as one whose layers run inside
 a full CUDA graph, ends by itself.
 
@@ -38,7 +42,8 @@ class SafepointOrder(NamedTuple):
     """What a step's plan tells workers of its safepoints.
 
     Attributes:
-        step: The number of a step that may be aborted; 1 or more, ascending.
+        step: The number of a step that may be aborted; 1 or more, ascending. With 0 this one may
+            not: the page is opened for later ones.
         place: Where the engine's page is.
         every_layers: A safepoint before the first layer, and before each of so many.
     """
@@ -79,6 +84,7 @@ class Safepoints:
         self._rank_count = rank_count
         self._page: AbortPage | None = None
         self._is_blind = False
+        self._has_page: bool | None = None
         self._order: SafepointOrder | None = None
         self._layer = 0
         self._events: list[Any] = []
@@ -90,20 +96,31 @@ class Safepoints:
         """A step begins, which has safepoints or not.
 
         Raises:
-            TransportError: One of several ranks cannot open the page. It would go on where the
-                others stop, and wait for them in its next collective for ever.
+            TransportError: One of several ranks cannot open the page, and the step has safepoints.
+                It would go on where the others stop, and wait for them in its next collective for
+                ever.
         """
-        self._order = order
+        is_marked = order is not None and order.step > 0
+        self._order = order if is_marked else None
         self._layer = self._recorded = 0
-        if order is not None and self._page is None and not self._is_blind:
+        if order is None:
+            return
+        if self._page is None and not self._is_blind:
             try:
                 self._page = AbortPage.open(order.place)
             except TransportError as error:
-                if self._rank_count > 1:
+                if is_marked and self._rank_count > 1:
                     raise
                 # Said once: the engine serves on, and an arrival waits for the step.
                 self._is_blind = True
                 logger.warning("co-serving: steps cannot be aborted here: %s", error.message)
+        if not is_marked:
+            self._has_page = not self._is_blind
+
+    def take_page(self) -> bool | None:
+        """Whether the page could be opened; None if that was not asked since the last call."""
+        has_page, self._has_page = self._has_page, None
+        return has_page
 
     @property
     def has_order(self) -> bool:

@@ -104,7 +104,6 @@ class CoServing:
     Attributes:
         tokens: Of the step that is being scheduled; None while nothing is planned, as in a pause.
         aborts: None where steps run to their end.
-        overlaps_steps: Whether a step is scheduled while another runs, if neither may be aborted.
     """
 
     def __init__(
@@ -297,7 +296,8 @@ class CoServing:
         self.figures.running = view.running
         if self._stalled_steps:
             view = view._replace(arriving=[])
-        plan = self.policy.plan(view)
+        runs_through = self.aborts is not None and self.aborts.runs_through
+        plan = self.policy.plan(view._replace(runs_through=runs_through))
         if plan.is_preemptible and self.aborts is not None and self.aborts.is_expecting(view.now_s):
             self._is_withheld = True
             self.tokens = StepTokens({}, view.max_tokens)
@@ -306,8 +306,7 @@ class CoServing:
             )
         if self._stalled_steps > 1 or not (plan.online_tokens or plan.offline_tokens):
             return plan
-        offline_tokens = sum(plan.offline_tokens.values())
-        online_tokens = view.max_tokens - offline_tokens
+        online_tokens = view.max_tokens - sum(plan.offline_tokens.values())
         if self.policy.bounds_online:
             online_tokens = plan.online_tokens
         self.tokens = StepTokens(plan.offline_tokens, online_tokens)
@@ -337,15 +336,17 @@ class CoServing:
         return settled.plan
 
     def safepoints_of(self, scheduled: Mapping[str, int]) -> SafepointOrder | None:
-        """What workers are told of the step that vLLM has just scheduled, if it may be aborted.
+        """What workers are told of the step that vLLM has just scheduled, if there is anything.
 
         Args:
             scheduled: The tokens of each of its requests.
         """
         plan, aborts = self._plan, self.aborts
-        if aborts is None or plan is None or not plan.is_preemptible or not scheduled:
+        if aborts is None or not scheduled:
             return None
-        if self._offline.issuperset(scheduled):
+        if aborts.has_page is None:
+            return aborts.first_order
+        if plan is not None and plan.is_preemptible and self._offline.issuperset(scheduled):
             self._order = aborts.order(scheduled, plan)
         return self._order
 
@@ -367,13 +368,12 @@ class CoServing:
             written_blocks: Gives the blocks that it writes to; asked if it may be aborted.
         """
         self.figures.plan = plan
-        is_refused = self.tokens is not None and not output.num_scheduled_tokens
-        is_refused = is_refused and not self._is_withheld
+        taken = output.num_scheduled_tokens
+        is_refused = self.tokens is not None and not taken and not self._is_withheld
         is_stalled = is_refused and not is_memory_coming
         self._stalled_steps = self._stalled_steps + 1 if is_stalled else 0
         if is_refused:
             self._settled = None
-        taken = output.num_scheduled_tokens
         offline = {name: tokens for name, tokens in taken.items() if name in self._offline}
         plan = plan._replace(offline_tokens=offline)
         self._steps.append(_Step(output, plan))
@@ -384,23 +384,21 @@ class CoServing:
         """A step's output is there; steps end in the order in which they were scheduled."""
         if all(step.output is not output for step in self._steps):
             return  # Scheduled without a plan, as in a pause.
-        while self._steps:
-            step = self._steps.popleft()
-            if step.output is not output:
-                continue
-            tokens = sum(step.plan.offline_tokens.values())
-            self.figures.counts.offline_tokens += tokens
-            if tokens and measured.seconds > step.plan.limit_s:
-                self.figures.counts.overruns += 1
-            basis = self.policy.times.basis
-            self.policy.stepped(step.plan, *measured, now_s)
-            if self.policy.times.basis is not basis:
-                logger.warning(
-                    "co-serving goes by %s now: steps %s the step-time profile",
-                    "its profile" if basis is PredictionBasis.FIXED else "a small fixed budget",
-                    "agree with" if basis is PredictionBasis.FIXED else "contradict",
-                )
-            return
+        while (step := self._steps.popleft()).output is not output:
+            pass
+        tokens = sum(step.plan.offline_tokens.values())
+        self.figures.counts.offline_tokens += tokens
+        if self.aborts is not None:
+            self.aborts.got_somewhere(step.plan.offline_tokens)
+        self.figures.counts.overruns += tokens > 0 and measured.seconds > step.plan.limit_s
+        basis = self.policy.times.basis
+        self.policy.stepped(step.plan, *measured, now_s)
+        if self.policy.times.basis is not basis:
+            logger.warning(
+                "co-serving goes by %s now: steps %s the step-time profile",
+                "its profile" if basis is PredictionBasis.FIXED else "a small fixed budget",
+                "agree with" if basis is PredictionBasis.FIXED else "contradict",
+            )
 
     def got_tokens(self, output: Any, requests: Mapping[str, Any], now_s: float) -> None:
         """Requests have the tokens of a step whose output is there; those that ended are gone."""

@@ -11,10 +11,14 @@ at most: the one that it met. What never comes, a request that vLLM refuses afte
 for `EXPECTED_S`.
 
 A step that was aborted is computed again, and one whose requests have been aborted twice in a row
-runs to its end, so that offline work gets somewhere whatever arrives.
+runs to its end, so that offline work gets somewhere whatever arrives. The policy hears of that
+before it plans, and keeps the step short (`runs_through`).
 
-Safepoints lie as many layers apart as take `SAFEPOINT_S` in the last step that ran to its end, or
-in this one where its time is predicted.
+No step may be aborted before all ranks have said that they have the page, which they are asked with
+the engine's first step of any kind. Where one has not, steps run to their end for good.
+
+Safepoints lie as many layers apart as take `SAFEPOINT_S` in this step as predicted; without a
+prediction, in the last one that ran to its end, or in one as much longer as this has more tokens.
 
 Source: ConServe Algorithm 2 and section 4.3. That arrivals are expected, and the bound of two, are
 ours.
@@ -22,6 +26,7 @@ ours.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -33,6 +38,8 @@ from typing import Final, NamedTuple
 from aqua_schedulers.conserve import CoServedRequest, CoServingPlan, StepUnderWay
 from aqualib.engines.vllm.co_serving.abort_page import AbortPage
 from aqualib.engines.vllm.co_serving.safepoints import SafepointOrder
+
+logger: Final = logging.getLogger("aqualib")
 
 SAFEPOINT_S: Final = 0.005
 """Seconds between two safepoints, by judgement: an abort takes two of them at most. Doubled, an
@@ -101,6 +108,7 @@ class StepAborts:
 
     Attributes:
         under_way: The step that may be aborted now; no other is scheduled beside it.
+        has_page: Whether all ranks have the page; None until they have said so.
     """
 
     def __init__(
@@ -111,6 +119,7 @@ class StepAborts:
         every_layers: int | None,
     ) -> None:
         self.under_way: AbortableStep | None = None
+        self.has_page: bool | None = None
         self.counts: Final = AbortCounts()
         self._on_arrival = on_arrival
         self._layer_count = layer_count
@@ -118,6 +127,7 @@ class StepAborts:
         self._page = AbortPage.create()
         self._number = 0
         self._last_s = 0.0
+        self._last_tokens = 1
         self._fruitless: Counter[str] = Counter()
         # Of arrivals that the scheduler has not got yet; `_lock` guards them and what is asked.
         self._expected: dict[str, CoServedRequest] = {}
@@ -178,9 +188,31 @@ class StepAborts:
 
     # --- Steps, on the scheduler's -----------------------------------------------------------
 
+    @property
+    def first_order(self) -> SafepointOrder:
+        """What workers are told of a step, of any kind, while it is not known who has the page."""
+        return SafepointOrder(0, self._page.place, self._layer_count)
+
+    def page_opened(self, *, by_all: bool) -> None:
+        """Every rank has said whether it has the page."""
+        if self.has_page is None and not by_all:
+            logger.warning(
+                "co-serving: a worker cannot open the page by which steps are aborted, so budgets "
+                "alone keep offline work from online requests; an arrival waits for the step that "
+                "runs"
+            )
+        self.has_page = by_all
+
+    @property
+    def runs_through(self) -> bool:
+        """Whether a step that is planned now may have to run to its end."""
+        most = max(self._fruitless.values(), default=0)
+        return not self.has_page or most >= MAX_FRUITLESS_ABORTS
+
     def order(self, requests: Collection[str], plan: CoServingPlan) -> SafepointOrder | None:
         """What workers are told of a step of these requests alone; None if it is to run through."""
-        if any(self._fruitless[name] >= MAX_FRUITLESS_ABORTS for name in requests):
+        has_had_enough = any(self._fruitless[name] >= MAX_FRUITLESS_ABORTS for name in requests)
+        if has_had_enough or not self.has_page:
             return None
         self._number += 1
         seconds = self._predicted_s(plan)
@@ -220,6 +252,7 @@ class StepAborts:
             self._fruitless.update(list(step.tokens))
         else:
             self._last_s = now_s - step.begun_s
+            self._last_tokens = max(1, sum(step.tokens.values()))
             self.got_somewhere(step.tokens)
         return step
 
@@ -229,7 +262,11 @@ class StepAborts:
             self._fruitless.pop(name, None)
 
     def _predicted_s(self, plan: CoServingPlan) -> float:
-        return plan.expected_s if isfinite(plan.expected_s) else self._last_s
+        if isfinite(plan.expected_s):
+            return plan.expected_s
+        # A step of more tokens takes longer, and at most in proportion, as part of it is fixed.
+        tokens = sum(plan.offline_tokens.values())
+        return self._last_s * max(1.0, tokens / self._last_tokens)
 
 
 def _layers_within(seconds: float, step_s: float, layer_count: int) -> int:

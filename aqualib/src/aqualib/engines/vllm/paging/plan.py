@@ -103,6 +103,7 @@ class WorkerReport:
             rate are as they were.
         link_bytes_per_s: Rate of paging as measured, out and in; 0 while unknown.
         aborted: By number, how many workers have aborted a step.
+        has_page: Whether all workers that were to open the engine's page have it; None if none was.
     """
 
     lost_places: set[int] = field(default_factory=set)
@@ -111,11 +112,13 @@ class WorkerReport:
     store: WorkerStore | None = None
     saved: Counter[int] = field(default_factory=Counter)
     aborted: Counter[int] = field(default_factory=Counter)
+    has_page: bool | None = None
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Both, as one: a block is there only if every worker has its shard."""
         rates = [rate for rate in (self.link_bytes_per_s, other.link_bytes_per_s) if rate > 0]
         tiers = [tier for tier in (self.location, other.location) if tier is not None]
+        pages = [page for page in (self.has_page, other.has_page) if page is not None]
         return WorkerReport(
             self.lost_places | other.lost_places,
             max(tiers, key=_WORST_LAST.index, default=None),
@@ -123,4 +126,5 @@ class WorkerReport:
             self.store if other.store is None else other.store | self.store,
             self.saved + other.saved,
             self.aborted + other.aborted,
+            all(pages) if pages else None,
         )
