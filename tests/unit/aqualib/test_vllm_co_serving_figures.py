@@ -51,6 +51,12 @@ def co_serving(*, abortable_layers: int | None = None, **options: Any) -> CoServ
     )
 
 
+def write_profile(folder: Path) -> None:
+    """Of an engine in which a token takes a tenth of a millisecond."""
+    profile = StepTimeProfile(**KEY._asdict(), floor_s=0.01, token_s=1e-4, max_tokens=512)
+    (folder / KEY.file_name).write_text(profile.model_dump_json())
+
+
 def view(*running: CoServedRequest) -> CoServingView:
     return CoServingView(
         now_s=1.0,
@@ -172,9 +178,7 @@ def test_a_request_for_embeddings_has_no_first_token_to_wait_for() -> None:
 
 
 def test_what_the_last_plan_granted_is_shown_with_and_without_a_profile(tmp_path: Path) -> None:
-    place = tmp_path / KEY.file_name
-    profile = StepTimeProfile(**KEY._asdict(), floor_s=0.01, token_s=1e-4, max_tokens=512)
-    place.write_text(profile.model_dump_json())
+    write_profile(tmp_path)
     for served in (co_serving(), co_serving(step_profile=str(tmp_path))):
         assert served.totals()["offline_granted_tokens"] == 0
         served.arrived(request("document", aqua_class="offline", num_tokens=1000), 0.0)
@@ -185,13 +189,15 @@ def test_what_the_last_plan_granted_is_shown_with_and_without_a_profile(tmp_path
         assert totals["offline_limit_seconds"] == plan.limit_s == pytest.approx(0.1)
 
 
-def test_a_step_without_a_limit_shows_none() -> None:
-    served = co_serving(abortable_layers=4)
+def test_a_step_without_a_limit_shows_none(tmp_path: Path) -> None:
+    write_profile(tmp_path)
+    served = co_serving(abortable_layers=4, policy="conserve", step_profile=str(tmp_path))
+    assert served.aborts is not None
+    served.aborts.page_opened(by_all=True)
     served.arrived(request("document", aqua_class="offline", num_tokens=1000), 0.0)
     served.begun(step("document"), served.plan(view()))
     assert served.totals()["offline_granted_tokens"] == 512
     assert served.totals()["offline_limit_seconds"] == 0.0
-    assert served.aborts is not None
     served.aborts.close()
 
 
