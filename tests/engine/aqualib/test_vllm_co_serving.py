@@ -7,6 +7,7 @@ second wave of requests upon the first, against vLLM by itself. Steps are not ab
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ import pytest
 from aqualib.engines.vllm.co_serving.step_tokens import StepTokens
 from harness.vllm_disturbances import lives, wrong
 from harness.vllm_program import Scenario, run
-from harness.vllm_shapes import Shape
+from harness.vllm_shapes import Shape, make_config, make_scheduler
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -154,6 +155,33 @@ def test_vllm_asks_no_parked_request_in_a_settled_step(
     assert (True, True) not in asked
     assert (False, True) in asked
     assert len(budgets) == 1, "it is put back"
+
+
+def test_a_request_waits_from_when_it_came_to_the_front_end_and_a_session_is_not_judged(
+    model: str,
+) -> None:
+    from vllm import SamplingParams
+    from vllm.v1.request import Request, RequestStatus
+
+    shape = replace(SWAP, aqua={**SWAP.aqua, "co_serving": {**SERVING, "ttft_s": 50.0}})
+    scheduler = make_scheduler(make_config(model, shape), shape)
+
+    def add(name: str, waited_s: float) -> None:
+        came_s = time.time() - waited_s
+        params = SamplingParams(max_tokens=4)
+        scheduler.add_request(
+            Request(name, [1, 2, 3], params, None, arrival_time=came_s, resumable=True)
+        )
+
+    for name, waited_s in (("late", 1000.0), ("new", 0.0), ("session", 1000.0)):
+        add(name, waited_s)
+    add("session", 0.0)
+    names = {"late", "new", "session"}
+    assert scheduler.co_serving.attainment.awaited(dict.fromkeys(names, 1)) == {"late", "new"}
+    scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+    totals = scheduler.co_serving.totals()
+    assert totals["online_first_tokens"] == 1, "the late one"
+    assert totals["online_first_tokens_in_time"] == 0
 
 
 def test_zeroed_checkpoints_change_outputs(model: str) -> None:
