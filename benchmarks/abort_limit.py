@@ -3,10 +3,10 @@
 python benchmarks/abort_limit.py [--requests 500] [--json]
 A step of offline work stops for an arrival at its second safepoint. Here co-serving engines of few
 layers, with the step times of a tiny Llama under vLLM on a CPU, serve the loads of
-`vllm_coserving.py` under several values of `abort_share`, and without the limit, which is the
-control. Figures are over online requests alone (`ttft_p99`, `tpot_p99`) and over an ideal filler of
-the gaps (`offline_share`); `longest_abort_ms` is from an arrival to the end of the step that it
-aborted.
+`vllm_coserving.py` under several values of `abort_share`, without the limit, which is the control,
+and without a profile, on the fixed budget (ADR 0046). Figures are over online requests alone
+(`ttft_p99`, `tpot_p99`) and over an ideal filler of the gaps (`offline_share`); `longest_abort_ms`
+is from an arrival to the end of the step that it aborted.
 
 What it leaves out: noise, the policy's own time, and profiles that are wrong.
 """
@@ -130,13 +130,15 @@ class Bench:
         until_s: float = 0.0,
         offline: Iterator[Arrival] = iter(()),  # noqa: B008 - without end or empty
         policy: CoServingPolicyName = CoServingPolicyName.GUARDED,
+        *,
+        is_predicted: bool = True,
         **settings: float,
     ) -> CoServingRun:
         """What becomes of a load."""
         made = co_serving_policy(
             policy,
             self.objectives,
-            self.profile,
+            self.profile if is_predicted else None,
             ConserveSettings.model_validate(settings),
             block_tokens=SPEC.block_tokens,
         )
@@ -149,16 +151,20 @@ class Bench:
         alone = self.serve(online)
         end_s = alone.steps[-1].end_s
         ideal_per_s = self.filler_per_s * (1 - alone.busy_share(0.0, end_s))
-        for share in SHARES:
+        default = ConserveSettings().abort_share
+        for share, is_predicted in [*((each, True) for each in SHARES), (default, False)]:
             limit = (
                 {"safepoints": NO_LIMIT}
                 if share is None
                 else {"safepoints": SPEC.layer_count, "abort_share": share}
             )
-            run = self.serve(online, end_s, offline_pool(self.seed), **limit)
+            run = self.serve(
+                online, end_s, offline_pool(self.seed), is_predicted=is_predicted, **limit
+            )
             offline_per_s = run.tokens_per_s(0.0, end_s, ServiceClass.OFFLINE)
             yield {
                 "cv": cv,
+                "profile": is_predicted,
                 "abort_share": share,
                 "ttft_p99": run.ttft_p99_s / alone.ttft_p99_s,
                 "tpot_p99": run.tpot_p99_s / alone.tpot_p99_s,
