@@ -34,9 +34,11 @@ class Shape:
             in blocks of twice the size (`wide`), the `chunk` that the next token is in, a `state`
             that each token changes in its place, or one in a block for each few tokens (`states`).
         blocks: Of the KV cache.
+        step_tokens: The most that a step computes.
         requests: How many run.
         connectors: Where our connector is among several; None makes it the only one.
         store_blocks: Places that each worker has.
+        link_bytes_per_s: To the store and back, as its workers say; a block is one byte.
         storage: Folder of a connector beside ours.
         offline: Chance that a request is offline, where the engine co-serves.
         aborts: Chance that a step which may be aborted is.
@@ -52,9 +54,11 @@ class Shape:
     speed: float = 0.4
     groups: tuple[str, ...] = ("full",)
     blocks: int = 24
+    step_tokens: int = 48
     requests: int = 8
     connectors: tuple[str, ...] = ("AquaConnector",)
     store_blocks: tuple[int, ...] = (1000,)
+    link_bytes_per_s: float = 0.0
     storage: str = ""
     offline: float = 0.0
     aborts: float = 0.0
@@ -99,7 +103,7 @@ def make_config(model: str, shape: Shape, **engine: Any) -> Any:  # noqa: ANN401
         model=model,
         max_model_len=MOST_TOKENS,
         block_size=32,
-        max_num_batched_tokens=48,
+        max_num_batched_tokens=shape.step_tokens,
         max_num_seqs=16,
         dtype="float32",
         enforce_eager=True,

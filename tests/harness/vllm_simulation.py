@@ -450,6 +450,7 @@ class Runner:
             AquaWorkerReport(
                 location=PagingTier.HOST,
                 has_page=has_page,
+                link_bytes_per_s=self.shape.link_bytes_per_s,
                 store=None if self._is_told else WorkerStore(capacity_blocks=blocks, block_bytes=1),
             )
             for blocks in self.shape.store_blocks

@@ -59,6 +59,28 @@ def test_what_is_preempted_at_a_slices_end_stalls_no_step(model: str, shape: Sha
     assert at_once < swapped / 10, "what vLLM itself preempts, because it needs the memory now"
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_victim_that_is_cheaper_to_compute_again_is_not_paged_out(model: str, depth: int) -> None:
+    # Room for a step that is long enough to be timed, and prompts for it.
+    roomy = replace(SWAP, depth=depth, blocks=64, step_tokens=256, requests=24, turns=0.9)
+
+    def swapped_blocks(link_bytes_per_s: float) -> float:
+        shape = replace(roomy, link_bytes_per_s=link_bytes_per_s)
+        engines = lives(model, shape, range(5))
+        assert wrong(engines) == 0
+        counts = [engine.scheduler.paging.counts for engine in engines]
+        for engine in engines:
+            assert engine.scheduler.prefill_rate.tokens_per_s > 0
+        forced = sum(count.forced_preemptions for count in counts)
+        assert forced > 50
+        return sum(count.saved_blocks + count.clean_blocks for count in counts) / forced
+
+    paged = swapped_blocks(link_bytes_per_s=1e30)
+    assert paged > 2
+    # Until a step was timed, and where vLLM itself preempts, nobody asks what is cheaper.
+    assert swapped_blocks(link_bytes_per_s=1e-30) < paged / 4
+
+
 def test_blocks_given_back_before_they_are_read_change_outputs(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

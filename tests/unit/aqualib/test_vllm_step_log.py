@@ -9,7 +9,15 @@ import pytest
 
 from aqua_schedulers.conserve import MeasuredStep, StepLoad
 from aqualib.engines.vllm.operations.admin_commands import answer
-from aqualib.engines.vllm.operations.step_log import MAX_STEPS, StepLog, StepTimer, load_of
+from aqualib.engines.vllm.operations.step_log import (
+    MAX_STEPS,
+    MIN_PREFILL_TOKENS,
+    RATE_MEMORY,
+    PrefillRate,
+    StepLog,
+    StepTimer,
+    load_of,
+)
 
 if TYPE_CHECKING:
     from aqualib.engines.vllm.lending.scheduler import LendingScheduler
@@ -19,9 +27,11 @@ def request(computed: int, prompt: int) -> SimpleNamespace:
     return SimpleNamespace(num_computed_tokens=computed, num_prompt_tokens=prompt)
 
 
-def output(**tokens: int) -> SimpleNamespace:
+def output(drafts: int = 0, **tokens: int) -> SimpleNamespace:
     return SimpleNamespace(
-        num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values())
+        num_scheduled_tokens=tokens,
+        total_num_scheduled_tokens=sum(tokens.values()),
+        scheduled_spec_decode_tokens={"decode": [-1] * drafts} if drafts else {},
     )
 
 
@@ -48,7 +58,7 @@ def test_steps_that_overlap_last_from_the_end_of_the_one_before() -> None:
     for step, called_s in begun_s:
         timer.called(called_s)
         timer.called(called_s + 0.1)  # What is done before vLLM is called is of the step.
-        timer.scheduled(step, REQUESTS)
+        timer.scheduled(step)
     ended = [timer.ended(step, at_s) for step, at_s in ((first, 11.0), (second, 11.5))]
     ended += [timer.ended(empty, 12.0), timer.ended(last, 14.0)]
     assert [step and step.seconds for step in ended] == [1.0, 0.5, 0.5, 1.5]
@@ -61,7 +71,7 @@ def test_a_step_that_is_not_timed_neither_hides_one_that_is_nor_begins_it() -> N
     timer.called(10.0)
     timer.skipped()
     timer.called(10.5)
-    timer.scheduled(timed, REQUESTS)
+    timer.scheduled(timed)
     assert timer.ended(untimed, 11.0) is None
     step = timer.ended(timed, 12.0)
     assert step is not None
@@ -69,11 +79,39 @@ def test_a_step_that_is_not_timed_neither_hides_one_that_is_nor_begins_it() -> N
     timer.called(20.0)
     timer.skipped()
     timer.called(30.0)
-    timer.scheduled(later, REQUESTS)
+    timer.scheduled(later)
     step = timer.ended(later, 31.0)
     assert step is not None
     assert not timer.is_timing
     assert step.seconds == 1.0, "the call of the untimed step before is not this one's"
+
+
+def test_a_step_that_nobody_looks_at_is_timed_and_is_no_row_of_a_recording() -> None:
+    timer, log = StepTimer(), StepLog()
+    log.record(recording=True)
+    for at_s, load in ((10.0, StepLoad()), (20.0, StepLoad().and_chunk(64, 32))):
+        step = output(prompt=64)
+        timer.called(at_s)
+        timer.scheduled(step, load)
+        ended = timer.ended(step, at_s + 2.0)
+        assert ended == MeasuredStep(load, 2.0)
+        log.note(ended)
+    assert [each.load for each in log.steps] == [StepLoad().and_chunk(64, 32)]
+
+
+def test_prompts_are_timed_by_steps_that_are_mostly_prompts() -> None:
+    rate = PrefillRate()
+    decodes = output(**{f"r{index}": 1 for index in range(2 * MIN_PREFILL_TOKENS)})
+    few = output(prompt=MIN_PREFILL_TOKENS - 2, decode=1)
+    drafted = output(drafts=MIN_PREFILL_TOKENS, decode=1 + MIN_PREFILL_TOKENS)
+    for step in (decodes, drafted, few, output()):
+        assert not rate.is_told_by(step)
+        rate.note(step, 0.5)
+    assert rate.tokens_per_s == 0.0
+    rate.note(output(prompt=MIN_PREFILL_TOKENS - 1, decode=1), 0.5)
+    assert rate.tokens_per_s == 2 * MIN_PREFILL_TOKENS
+    rate.note(output(prompt=10 * MIN_PREFILL_TOKENS), 0.5)
+    assert rate.tokens_per_s == 2 * MIN_PREFILL_TOKENS * (RATE_MEMORY + (1 - RATE_MEMORY) * 10)
 
 
 def test_nothing_is_recorded_unasked_and_a_full_recording_ends() -> None:

@@ -52,14 +52,6 @@ from aqualib.engines.vllm.scheduling.co_serving_scheduler import READING_STEPS
 from aqualib.engines.vllm.scheduling.eviction_scheduler import EvictionScheduler
 from aqualib.engines.vllm.scheduling.request_views import RequestViews
 
-MIN_PREFILL_TOKENS: Final = 128
-"""A step of so many tokens is mostly prompts, and long enough to be timed. Doubled, engines with a
-small token budget never measure how fast they compute prompts."""
-
-RATE_MEMORY: Final = 0.8
-"""Weight of the past in the measured rate, by judgement: five steps decide. Nearer to 1, a change
-of the load is believed later; doubled, the rate would diverge."""
-
 SAVING_SHARE: Final = 1 / 8
 """Share of the KV cache that page-outs that no request waits for may hold, by judgement: a request
 that ends gives most of its memory at once. Doubled, more prefixes are kept when many requests end
@@ -103,9 +95,6 @@ class AquaScheduler(EvictionScheduler):
         self._holding: dict[str, CoServedRequest | None] = {}
         self._preemption_mode = PreemptionMode.SWAP
         self._is_turn = False
-        self._overlaps = bool(vllm_config.scheduler_config.async_scheduling)
-        self._step_started_s = 0.0
-        self._prefill_tokens_per_s = 0.0
         self._remaining_blocks = _RemainingBlocks(super()._request_remaining_blocks)
         # What vLLM calls; for an attribute of the instance, a look costs no call of ours.
         self._request_remaining_blocks = self._remaining_blocks.__getitem__
@@ -166,7 +155,6 @@ class AquaScheduler(EvictionScheduler):
         if paging is not None and paging.is_checkpointing and self.co_serving is None:
             self._checkpoint(paging)
         self._remaining_blocks.clear()
-        self._step_started_s = time.perf_counter()
         known_count = len(self.running)
         output = super().schedule(*args, **kwargs)
         if skipped := holding_queue(self):
@@ -178,11 +166,6 @@ class AquaScheduler(EvictionScheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """A step has ended."""
-        token_count = scheduler_output.total_num_scheduled_tokens
-        # Steps overlap under asynchronous scheduling: their time says nothing then.
-        is_whole = not self._overlaps and not self._is_aborted(model_runner_output)
-        if token_count >= MIN_PREFILL_TOKENS and is_whole:
-            self._note_step(token_count)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self.paging is not None and self.paging.groups.loses_all and self.paging.failed_loads:
             self._begin_again(self.paging.failed_loads)
@@ -418,20 +401,14 @@ class AquaScheduler(EvictionScheduler):
 
     def _rates(self) -> PagingRates | None:
         """What a load and a prompt cost, once both have been measured."""
-        paging = self.paging
-        if paging is None or not paging.link_bytes_per_s or not self._prefill_tokens_per_s:
+        paging, tokens_per_s = self.paging, self.prefill_rate.tokens_per_s
+        if paging is None or not paging.link_bytes_per_s or not tokens_per_s:
             return None
         return PagingRates(
             link_bytes_per_s=paging.link_bytes_per_s,
             block_bytes=paging.block_bytes,
-            prefill_tokens_per_s=self._prefill_tokens_per_s,
+            prefill_tokens_per_s=tokens_per_s,
         )
-
-    def _note_step(self, token_count: int) -> None:
-        """A step of mostly prompt tokens has ended: learn how fast prompts are computed."""
-        rate = token_count / max(time.perf_counter() - self._step_started_s, 1e-9)
-        past = self._prefill_tokens_per_s or rate
-        self._prefill_tokens_per_s = RATE_MEMORY * past + (1 - RATE_MEMORY) * rate
 
     def _saved_blocks(self, name: str) -> int:
         assert self.paging is not None

@@ -37,7 +37,7 @@ from aqualib.engines.vllm.lending.rank_messages import PACE
 from aqualib.engines.vllm.lending.step_count import STEP
 from aqualib.engines.vllm.lending.worker import LENDABLE
 from aqualib.engines.vllm.operations.admin_commands import answer
-from aqualib.engines.vllm.operations.step_log import StepLog, StepTimer
+from aqualib.engines.vllm.operations.step_log import PrefillRate, StepLog, StepTimer, load_of
 from aqualib.engines.vllm.operations.switches import Feature, Switches
 from aqualib.engines.vllm.options import (
     is_borrowing,
@@ -78,6 +78,7 @@ class LendingScheduler(Scheduler):
         self.switches: Final = Switches()
         self.step_log: Final = StepLog()
         self.step_timer: Final = StepTimer()
+        self.prefill_rate: Final = PrefillRate()
         self.pins: PrefixPinTable | None = None
         self._block_lock = threading.RLock()
         self._left_waiting = 0
@@ -112,22 +113,25 @@ class LendingScheduler(Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule as vLLM does, with the blocks that are there."""
-        if not self._times_step:
-            self.step_timer.skipped()
-            return self._schedule_lending(*args, **kwargs)
         self.step_timer.called(time.monotonic())
         output = self._schedule_lending(*args, **kwargs)
-        self.step_timer.scheduled(output, self.requests)
+        if self._looks_at_step:
+            self.step_timer.scheduled(output, load_of(output, self.requests))
+        elif self.prefill_rate.is_told_by(output):
+            self.step_timer.scheduled(output)
+        else:
+            self.step_timer.skipped()
         return output
 
     @property
-    def _times_step(self) -> bool:
-        """Whether anything goes by how long the step takes that is scheduled now."""
+    def _looks_at_step(self) -> bool:
+        """Whether anything goes by what the step computes that is scheduled now, and how long."""
         return self.step_log.is_recording
 
     def _step_ended(self, output: Any, step: MeasuredStep, now_s: float) -> None:  # noqa: ARG002 - for subclasses
         """A step that was timed has ended."""
         self.step_log.note(step)
+        self.prefill_rate.note(output, step.seconds)
 
     def _schedule_lending(self, *args: Any, **kwargs: Any) -> Any:
         service = self.lending_service

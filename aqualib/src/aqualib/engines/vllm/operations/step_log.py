@@ -3,10 +3,12 @@
 `aqua-profile steps` fits a step-time profile to them; so they are told as co-serving sees steps:
 what was computed is a `StepLoad`, and a step lasts from the call of the scheduler, or from the end
 of the step before where steps overlap, until its output is taken in. One `StepTimer` of an engine
-measures for both.
+measures for both, and for `PrefillRate`: how fast prompts are computed says which victims are
+cheaper to compute again than to page.
 
 A recording ends by itself when it is full, so one that is forgotten costs nothing for long. While
-nothing is recorded, and classes do not share the engine, a step costs one comparison.
+nothing is recorded, and classes do not share the engine, a step costs a look at the clock and some
+comparisons, and no look at what it computed.
 """
 
 from __future__ import annotations
@@ -26,6 +28,18 @@ MAX_STEPS: Final = 2048
 """Steps of a recording, some 100 KB as JSON. Doubled, an answer holds up the engine for twice as
 long, some milliseconds."""
 
+MIN_PREFILL_TOKENS: Final = 128
+"""A step of so many tokens is long enough for its time to say how fast prompts are computed.
+Doubled, engines with a small token budget never measure it."""
+
+DECODE_SHARE: Final = 1 / 2
+"""Of such a step's tokens, the most that may be one for each request, and drafts: the others are of
+prompts. Doubled, a step of decodes passes for one of prompts."""
+
+RATE_MEMORY: Final = 0.8
+"""Weight of the past in the measured rate, by judgement: five steps decide. Nearer to 1, a change
+of the load is believed later; doubled, the rate would diverge."""
+
 # What of an engine's configuration changes how long its steps take, beside model and version, and
 # the value that need not be said.
 _SHAPING: Final = (
@@ -35,6 +49,8 @@ _SHAPING: Final = (
     ("parallel_config", "pipeline_parallel_size", 1, "PP"),
     ("model_config", "enforce_eager", False, "eager"),
 )
+
+_UNSEEN: Final = StepLoad()
 
 
 class RecordingState(BaseModel):
@@ -67,15 +83,16 @@ class StepTimer:
         """Whether a timed step is under way; then the end of any other matters, too."""
         return bool(self._under_way)
 
-    def scheduled(self, output: Any, requests: Mapping[str, Any]) -> None:
+    def scheduled(self, output: Any, load: StepLoad = _UNSEEN) -> None:
         """That call gave a step, which may compute nothing.
 
         Args:
             output: The scheduler's, by which the step's end is known.
-            requests: All of the engine's, by id.
+            load: What it computes, which takes a look at each of its requests; left out where only
+                its time is asked for.
         """
         assert self._called_s is not None, "a step was scheduled by no call"
-        self._under_way.append((output, load_of(output, requests), self._called_s))
+        self._under_way.append((output, load, self._called_s))
         self._called_s = None
 
     def ended(self, output: Any, now_s: float) -> MeasuredStep | None:
@@ -91,6 +108,32 @@ class StepTimer:
         while known is not output:
             known, load, begun_s = self._under_way.popleft()
         return MeasuredStep(load, now_s - max(begun_s, last_end_s))
+
+
+class PrefillRate:
+    """How fast an engine computes prompts, by its own steps that are mostly prompts.
+
+    Attributes:
+        tokens_per_s: A moving mean; 0 until there was such a step.
+    """
+
+    def __init__(self) -> None:
+        self.tokens_per_s = 0.0
+
+    def is_told_by(self, output: Any) -> bool:
+        """Whether the time of a step, by the scheduler's output, says something of it."""
+        tokens: int = output.total_num_scheduled_tokens
+        if tokens < MIN_PREFILL_TOKENS:
+            return False
+        drafts = sum(map(len, output.scheduled_spec_decode_tokens.values()))
+        return len(output.num_scheduled_tokens) + drafts <= tokens * DECODE_SHARE
+
+    def note(self, output: Any, seconds: float) -> None:
+        """A step took so long; one that says nothing of prompts changes nothing."""
+        if self.is_told_by(output):
+            rate = output.total_num_scheduled_tokens / max(seconds, 1e-9)
+            past = self.tokens_per_s or rate
+            self.tokens_per_s = RATE_MEMORY * past + (1 - RATE_MEMORY) * rate
 
 
 class StepLog:

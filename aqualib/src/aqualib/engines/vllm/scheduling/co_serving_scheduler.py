@@ -189,8 +189,8 @@ class CoServingScheduler(LendingScheduler):
         return frozenset(written)
 
     @property
-    def _times_step(self) -> bool:
-        return (self._plan is not None and not self._is_settled) or super()._times_step
+    def _looks_at_step(self) -> bool:
+        return (self._plan is not None and not self._is_settled) or super()._looks_at_step
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Go on as vLLM does, and note who has a first token."""
