@@ -35,6 +35,9 @@ Without a warning starts vLLM {", ".join(MINORS)}: at least the tests of schedul
 its prefix tier) and lending pass there, by the records below or, on {NEWEST}, because all engine
 tests run on it before a change lands. With a warning start {WARNED}.
 
+An engine compares the functions that it runs with the nearest of these versions as it starts. Where
+some read differently, in a patch release or a fork, it names them in its log, and starts.
+
 To try another version, run
 
 ```console

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +16,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from aqua_protocol import ConfigError
 from aqualib.engines.vllm import AquaScheduler, LendingScheduler, LendingWorker
-from aqualib.engines.vllm.contract.versions import MINORS
+from aqualib.engines.vllm.contract import check
+from aqualib.engines.vllm.contract.versions import MINORS, TRY_CONTRACT
 from aqualib.engines.vllm.lending import scheduler
 from aqualib.engines.vllm.lending.memory import HostKvMemory, lendable_cache
 from aqualib.transports.host_pages import PAGE_BYTES
@@ -59,6 +63,44 @@ def test_a_version_that_nobody_has_tried(
     said = refusal(lambda: kind(config()))
     assert "vLLM 0.34.0 is not supported" in said
     assert f"Install vLLM {', '.join(MINORS)}, or" in said
+
+
+def sources_of_vllm(place: Path) -> Path:
+    """Links to the Python files of the installed vLLM, in a folder of their own."""
+
+    def others(folder: str, names: list[str]) -> set[str]:
+        files = {name for name in names if Path(folder, name).is_file()}
+        return {name for name in files if not name.endswith(".py")}
+
+    here = Path(vllm.__file__).parent
+    shutil.copytree(here, place / "vllm", copy_function=os.symlink, ignore=others)
+    return place
+
+
+@pytest.mark.usefixtures("unmade")
+@pytest.mark.parametrize(("kind", "aqua"), [(AquaScheduler, {}), (LendingScheduler, {"lend": {}})])
+def test_a_build_that_reads_differently_is_said_by_name_and_not_refused(
+    kind: type[LendingScheduler],
+    aqua: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    given = config()
+    given.additional_config = {"aqua": aqua}
+    same, changed = (sources_of_vllm(tmp_path / name) for name in ("same", "changed"))
+    source = changed / "vllm/v1/core/sched/scheduler.py"
+    text = source.read_text()
+    source.unlink()
+    source.write_text(
+        re.sub(r"(\n    def schedule\(.*?\) -> \w+:\n)", r"\1        pass\n", text, flags=re.DOTALL)
+    )
+    for place, is_said in ((same, False), (changed, True)):
+        monkeypatch.setattr(check, "installed_place", lambda place=place: place)
+        # Refused is what `unmade` took away.
+        assert "this build of vLLM has no" in refusal(lambda: kind(given))
+        assert ("reads differently" in caplog.text) == is_said, caplog.text
+    assert f"Aqua knows: Scheduler.schedule. After a look at it, `{TRY_CONTRACT}`" in caplog.text
 
 
 @pytest.mark.usefixtures("unmade")

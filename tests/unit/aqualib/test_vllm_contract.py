@@ -17,10 +17,22 @@ import pytest
 import aqualib.engines.vllm
 from aqua_protocol import ConfigError
 from aqualib.engines.vllm.contract import check, surface
-from aqualib.engines.vllm.contract.check import known_contracts, main, nearest, read_contract
+from aqualib.engines.vllm.contract.check import (
+    known_contracts,
+    main,
+    nearest,
+    read_contract,
+    warn_of_changes,
+)
 from aqualib.engines.vllm.contract.source import VllmSource
 from aqualib.engines.vllm.contract.surface import IMPLEMENTED, SURFACE, USED, USED_TO_LEND
-from aqualib.engines.vllm.contract.versions import MINORS, OPT_IN, WARNED_MINORS, require_supported
+from aqualib.engines.vllm.contract.versions import (
+    MINORS,
+    OPT_IN,
+    TRY_CONTRACT,
+    WARNED_MINORS,
+    require_supported,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -168,7 +180,7 @@ def test_whoever_has_tried_the_contract_may_opt_in_to_that_version_alone(
         require_supported("0.99.2")
 
 
-@pytest.mark.parametrize("content", [None, "[]", "{}", "what"])
+@pytest.mark.parametrize("content", [None, "[]", "{}", '{"vllm": "0.99.1"}', "what"])
 def test_an_opt_in_that_is_no_contract_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
 ) -> None:
@@ -202,6 +214,27 @@ def test_a_known_version_has_to_read_as_it_is_written_down(
     assert "reads differently from 0.99.1: vllm.engine:Engine.inherited" in told
 
 
+def test_a_start_says_once_what_reads_differently_until_that_is_accepted(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = read_contract(VllmSource(tree))._replace(version="0.98.0")
+    monkeypatch.setattr(check, "known_contracts", lambda: {known.version: known})
+    monkeypatch.setattr(check, "installed_place", lambda: tree)
+    warn_of_changes("0.98.0")
+    assert not caplog.messages
+    written(tree, {"vllm/base.py": FILES["vllm/base.py"].replace("return 1", "return 3")})
+    for _ in range(2):
+        warn_of_changes("0.98.1")
+    (said,) = caplog.messages
+    assert "vLLM 0.98.1 reads differently from the 0.98.0" in said
+    assert "Engine.inherited. " in said
+    assert TRY_CONTRACT in said
+    assert main([str(tree), "--accept", str(tree / "contract.json")]) == 0
+    monkeypatch.setenv(OPT_IN, str(tree / "contract.json"))
+    warn_of_changes("0.99.1")
+    assert caplog.messages == [said]
+
+
 def test_findings_are_there_for_machines(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tree), "--json"]) == 0
     (findings,) = json.loads(capsys.readouterr().out)
@@ -220,6 +253,8 @@ def test_every_minor_version_has_its_contract_and_every_contract_the_same_names(
     minors = [version.rpartition(".")[0] for version in known]
     assert minors == sorted([*MINORS, *WARNED_MINORS])
     assert nearest("0.31.7").version == "0.31.0"
+    assert nearest("0.32.0+cu129").version == "0.32.0"
+    assert nearest("0.32.1rc2").version == "0.32.0"
     newest = set(list(known.values())[-1].fingerprints)
     for each in known.values():
         assert set(each.fingerprints) == newest, each.version

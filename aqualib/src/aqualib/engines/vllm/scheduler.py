@@ -37,6 +37,7 @@ from aqua_schedulers.cfs import (
 )
 from aqua_schedulers.conserve import CoServedRequest
 from aqualib.engines.vllm.connector import find_connector
+from aqualib.engines.vllm.contract.check import warn_of_changes
 from aqualib.engines.vllm.contract.versions import (
     holding_queue,
     max_running,
@@ -67,6 +68,7 @@ class AquaScheduler(EvictionScheduler):
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         require_supported(vllm.__version__)
+        warn_of_changes(vllm.__version__)
         require_schedulable(self)
         require_blocks(self.kv_cache_config)
         options = options_of(vllm_config)

@@ -12,6 +12,10 @@ that Aqua knows lie in `accepted/`, one file each, in the form that `--accept` w
 Holding it is no proof: a change of meaning behind an unchanged function is not seen, and neither is
 anything that a GPU would do. That is what the engine tests are for.
 
+An engine compares the sources that it runs as it starts (`warn_of_changes`): a patch release has
+the same names, and may mean something else by them. It says so and starts, for most changes mean
+nothing to Aqua.
+
 Exit codes: 0 it holds; 1 it does not, or a version that Aqua knows reads differently from what is
 written down of it; 2 wrong usage; 3 there is no vLLM.
 """
@@ -20,17 +24,23 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import importlib.util
 import json
+import logging
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from aqualib.engines.vllm.contract.source import FUNCTIONS, VllmSource, is_abstract
 from aqualib.engines.vllm.contract.surface import IMPLEMENTED, SURFACE
-from aqualib.engines.vllm.contract.versions import OPT_IN
+from aqualib.engines.vllm.contract.versions import OPT_IN, TRY_CONTRACT, opted_in
+
+logger: Final = logging.getLogger("aqualib")
 
 OURS: Final = "aqualib.engines.vllm"
 
@@ -112,7 +122,7 @@ def known_contracts() -> dict[str, Contract]:
 
 
 def _order(version: str) -> list[int]:
-    return [int(part) for part in version.split(".")[:3] if part.isdigit()]
+    return [int(part) for part in re.findall(r"\d+", version)[:3]]
 
 
 def nearest(version: str) -> Contract:
@@ -126,6 +136,41 @@ def installed_place() -> Path | None:
     """The folder that holds the installed vLLM, which is not imported; None if there is none."""
     spec = importlib.util.find_spec("vllm")
     return None if spec is None or spec.origin is None else Path(spec.origin).parents[1]
+
+
+def warn_of_changes(version: str) -> None:
+    """Say, once, what the installed vLLM has in other words than the one that Aqua knows.
+
+    Compared with the contract that the operator opted in to for this version, if there is one.
+    """
+    place = installed_place()
+    if place is not None:
+        _warn_of_changes(version, place)
+
+
+@cache
+def _warn_of_changes(version: str, place: Path) -> None:
+    accepted = opted_in(version)
+    known = nearest(version) if accepted is None else Contract(version, accepted)
+    # Syntax trees are many objects, for which the collector would look at all of torch's again and
+    # again: three quarters of the time.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        found = read_contract(VllmSource(place))
+    finally:
+        if collects:
+            gc.enable()
+    if names := [*found.missing, *found.changed_since(known)]:
+        logger.warning(
+            "vLLM %s reads differently from the %s that Aqua knows: %s. After a look at it, "
+            "`%s` and %s=vllm-contract.json accept it",
+            version,
+            known.version,
+            ", ".join(name.partition(":")[2] for name in names),
+            TRY_CONTRACT,
+            OPT_IN,
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,6 +16,7 @@ import re
 import tokenize
 import zipfile
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -40,6 +41,7 @@ class VllmSource:
         self._place: Final = place
         self._wheel = zipfile.ZipFile(place) if place.is_file() else None
         self._tree = cache(self._read_tree)
+        self._lines = cache(self._read_lines)
 
     def text(self, path: str) -> str | None:
         """A file's text; None if there is none."""
@@ -62,7 +64,8 @@ class VllmSource:
     def find(self, module: str, name: str) -> SourceClass | None:
         """A class or function by its name in a module, which may have imported it."""
         tree = self._tree(module)
-        for node in [] if tree is None else ast.walk(tree):
+        # Most are at the top, and a walk looks at all that is below them on its way.
+        for node in [] if tree is None else chain(tree.body, ast.walk(tree)):
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
                 return SourceClass(module, node)
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm"):
@@ -81,7 +84,7 @@ class VllmSource:
         for each in ast.walk(found.node):
             if not isinstance(each, ast.Attribute) or not isinstance(each.ctx, ast.Store):
                 continue
-            if ast.unparse(each.value) == "self":
+            if isinstance(each.value, ast.Name) and each.value.id == "self":
                 seen.setdefault(each.attr, (found.module, each))
         for base in found.node.bases:
             name = ast.unparse(base).partition("[")[0]  # Of a generic base, too.
@@ -90,15 +93,19 @@ class VllmSource:
                 seen = self.members(more) | seen
         return seen
 
-    def fingerprint(self, module: str, node: ast.AST) -> str:
+    def fingerprint(self, module: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
         """The fingerprint of a function."""
-        segment = ast.get_source_segment(self.text(_path(module)) or "", node)
-        assert segment is not None, (module, node)
-        return hashlib.sha256(_bare(segment).encode()).hexdigest()[:FINGERPRINT_DIGITS]
+        segment = "\n".join(self._lines(module)[node.lineno - 1 : node.end_lineno])
+        bare = _bare(segment[node.col_offset :])
+        return hashlib.sha256(bare.encode()).hexdigest()[:FINGERPRINT_DIGITS]
 
     def _read_tree(self, module: str) -> ast.Module | None:
+        lines = self._lines(module)
+        return ast.parse("\n".join(lines)) if lines else None
+
+    def _read_lines(self, module: str) -> list[str]:
         text = self.text(_path(module)) or self.text(_path(f"{module}.__init__"))
-        return None if text is None else ast.parse(text)
+        return [] if text is None else text.split("\n")
 
 
 def is_abstract(node: ast.AST) -> bool:

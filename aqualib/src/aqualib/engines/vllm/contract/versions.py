@@ -48,7 +48,7 @@ def require_supported(version: str) -> None:
     minor = None if found is None else found.group(1)
     if minor in MINORS:
         return
-    if minor not in WARNED_MINORS and version != _accepted_version():
+    if minor not in WARNED_MINORS and opted_in(version) is None:
         raise ConfigError(
             f"vLLM {version} is not supported",
             remedy=f"Install vLLM {', '.join(MINORS)}, or a newer aqualib. Or try this one: "
@@ -60,17 +60,24 @@ def require_supported(version: str) -> None:
     )
 
 
-def _accepted_version() -> str | None:
-    """The version that the operator opted in to."""
+def opted_in(version: str) -> Mapping[str, str] | None:
+    """Fingerprints of this version as the operator has accepted them; None if it is not named.
+
+    Raises:
+        ConfigError: What is named is not a contract.
+    """
     place = load_settings().vllm_contract
     if place is None:
         return None
     try:
-        return str(json.loads(place.read_text(encoding="utf-8"))["vllm"])
+        content = json.loads(place.read_text(encoding="utf-8"))
+        accepted, fingerprints = content["vllm"], content["fingerprints"]
+        is_named: bool = accepted == version
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{OPT_IN}={place} is not a contract: {error}", remedy=f"Write one: `{TRY_CONTRACT}`."
         ) from error
+    return dict(fingerprints) if is_named else None
 
 
 def require_schedulable(scheduler: Any) -> None:

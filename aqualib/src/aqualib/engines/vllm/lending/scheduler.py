@@ -23,6 +23,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from aqua_schedulers.conserve import MeasuredStep
+from aqualib.engines.vllm.contract.check import warn_of_changes
 from aqualib.engines.vllm.contract.versions import max_running, require_lendable, require_supported
 from aqualib.engines.vllm.coordinator_start import look_for_coordinator
 from aqualib.engines.vllm.lending.engine_ranks import (
@@ -89,6 +90,7 @@ class LendingScheduler(Scheduler):
         if options.lend is None:
             return
         require_supported(vllm.__version__)
+        warn_of_changes(vllm.__version__)
         require_lendable(self)
         # Kept, as co-serving lowers the engine's own in steps of online requests alone.
         self._step_tokens: Final[int] = self.max_num_scheduled_tokens
