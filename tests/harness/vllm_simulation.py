@@ -68,10 +68,8 @@ class SimulatedEngine:
     """One engine; `step` until `is_done`."""
 
     def __init__(self, shape: Shape, seed: int, vllm_config: Any) -> None:  # noqa: ANN401 - vLLM's
-        from vllm.sampling_params import SamplingParams
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.request import Request
 
         self.shape = shape
         self.rng = random.Random(seed)
@@ -81,7 +79,7 @@ class SimulatedEngine:
         self.outputs: dict[str, list[int]] = {}
         self.expected: dict[str, list[int]] = {}
         init_none_hash(sha256)
-        hasher = get_request_block_hasher(hash_tokens(shape), sha256)
+        self._hasher = get_request_block_hasher(hash_tokens(shape), sha256)
         self._late: deque[Any] = deque()
         shared = [self.rng.randrange(VOCABULARY) for _ in range(3 * BLOCK_TOKENS)]
         for index in range(shape.requests):
@@ -97,23 +95,36 @@ class SimulatedEngine:
             told = {"aqua_tenant": "ab"[index % 2]}
             if shape.offline:
                 told["aqua_class"] = "offline" if self.rng.random() < shape.offline else "online"
-            params = SamplingParams(
-                temperature=0, max_tokens=count, ignore_eos=True, extra_args=told
-            )
-            name = f"r{index}"
-            request = Request(
-                request_id=name,
-                prompt_token_ids=prompt,
-                sampling_params=params,
-                pooling_params=None,
-                arrival_time=float(index),
-                block_hasher=hasher,
-            )
-            self.runner.requests[name] = request
-            self.outputs[name] = []
-            self.expected[name] = continuation(shape.groups, prompt, count, self.runner.weights)
-            self._late.append(request)
+            self.ask(prompt, count, told)
         self.add(1 + shape.requests // 2)
+
+    def ask(
+        self,
+        prompt: list[int],
+        count: int,
+        told: dict[str, str] | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Have one more request arrive some time, which wants so many tokens."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        index = len(self.outputs)
+        name = f"r{index}"
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, extra_args=told)
+        request = Request(
+            request_id=name,
+            prompt_token_ids=prompt,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=float(index),
+            block_hasher=self._hasher,
+            cache_salt=cache_salt,
+        )
+        self.runner.requests[name] = request
+        self.outputs[name] = []
+        self.expected[name] = continuation(self.shape.groups, prompt, count, self.runner.weights)
+        self._late.append(request)
 
     def add(self, count: int) -> None:
         """Let so many of the requests arrive that have not."""

@@ -19,7 +19,7 @@ from aqualib.engines.vllm import connector as connector_module
 from aqualib.engines.vllm.options import LoadMode
 from aqualib.engines.vllm.paging.kv_groups import KvGroup
 from harness.vllm_disturbances import wrong
-from harness.vllm_shapes import Shape, make_config, make_scheduler
+from harness.vllm_shapes import BLOCK_TOKENS, Shape, make_config, make_scheduler
 from harness.vllm_simulation import SimulatedEngine
 
 pytestmark = [
@@ -177,6 +177,21 @@ def test_page_outs_beside_the_model_keep_what_was_computed(model: str, shape: Sh
     assert total(engines, "saved_blocks") > 200
     for engine in engines:
         engine.require_rest()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_only_requests_of_one_cache_salt_share_blocks_of_the_tier(model: str, depth: int) -> None:
+    # An eighth of the blocks may be on the way to the store: enough for a whole request.
+    shape = replace(TIER, depth=depth, requests=0, blocks=80)
+    engine = SimulatedEngine(shape, 0, make_config(model, shape))
+    prompt = list(range(6 * BLOCK_TOKENS))
+    hits = []
+    for salt in ("one", "other", "one", None, None):
+        engine.ask(prompt, 8, cache_salt=salt)
+        finish(engine).require_rest()
+        hits.append(engine.scheduler.paging.counts.prefix_hit_tokens)
+    assert engine.outputs == engine.expected
+    assert hits == [5 * BLOCK_TOKENS * earlier for earlier in (0, 0, 1, 1, 2)]
 
 
 def test_page_outs_of_blocks_that_nobody_holds_do_not(
