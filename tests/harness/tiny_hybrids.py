@@ -55,6 +55,29 @@ def _config(family: str) -> Any:  # noqa: ANN401 - transformers'
         return transformers.MistralConfig(
             **_COMMON, **_HEADS, num_hidden_layers=2, sliding_window=WINDOW_TOKENS
         )
+    if family == "deepseek-v2":  # Latent attention, of the size that vLLM's kernel for CPUs has.
+        return transformers.DeepseekV2Config(
+            **_COMMON,
+            num_hidden_layers=2,
+            first_k_dense_replace=2,
+            q_lora_rank=None,
+            kv_lora_rank=512,
+            qk_nope_head_dim=64,
+            qk_rope_head_dim=64,
+            v_head_dim=64,
+        )
+    if family == "granite-4":  # States of Mamba 2 and full layers in turn.
+        return transformers.GraniteMoeHybridConfig(
+            **_COMMON,
+            num_key_value_heads=2,
+            num_hidden_layers=4,
+            layer_types=["linear_attention", "full_attention"] * 2,
+            position_embedding_type="rope",
+            num_local_experts=0,
+            shared_intermediate_size=256,
+            mamba_n_heads=8,
+            mamba_d_state=16,
+        )
     raise ValueError(family)
 
 
