@@ -41,6 +41,7 @@ class Shape:
         link_bytes_per_s: To the store and back, as its workers say; a block is one byte.
         storage: Folder of a connector beside ours.
         offline: Chance that a request is offline, where the engine co-serves.
+        finish_in_s: Seconds within which requests are wanted, by name, where the engine co-serves.
         aborts: Chance that a step which may be aborted is.
     """
 
@@ -61,6 +62,7 @@ class Shape:
     link_bytes_per_s: float = 0.0
     storage: str = ""
     offline: float = 0.0
+    finish_in_s: dict[str, float] = field(default_factory=dict)
     aborts: float = 0.0
 
 

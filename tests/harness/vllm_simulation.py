@@ -92,9 +92,12 @@ class SimulatedEngine:
                 said = list(self.runner.requests[earlier].prompt_token_ids) + self.expected[earlier]
                 prompt = said[:LONGEST_HISTORY] + own
             count = self.rng.randrange(8, 32)
-            told = {"aqua_tenant": "ab"[index % 2]}
+            name = f"r{index}"
+            told: dict[str, Any] = {"aqua_tenant": "ab"[index % 2]}
             if shape.offline:
                 told["aqua_class"] = "offline" if self.rng.random() < shape.offline else "online"
+            if name in shape.finish_in_s:
+                told["aqua_finish_in_s"] = shape.finish_in_s[name]
             self.ask(prompt, count, told)
         self.add(1 + shape.requests // 2)
 
@@ -102,7 +105,7 @@ class SimulatedEngine:
         self,
         prompt: list[int],
         count: int,
-        told: dict[str, str] | None = None,
+        told: dict[str, Any] | None = None,
         cache_salt: str | None = None,
     ) -> None:
         """Have one more request arrive some time, which wants so many tokens."""

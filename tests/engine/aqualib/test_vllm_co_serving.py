@@ -17,6 +17,7 @@ from aqualib.engines.vllm.co_serving.step_tokens import StepTokens
 from harness.vllm_disturbances import lives, wrong
 from harness.vllm_program import Scenario, run
 from harness.vllm_shapes import Shape, make_config, make_scheduler
+from harness.vllm_simulation import SimulatedEngine
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -34,11 +35,13 @@ SWAP: Final = Shape(
     speed=0.3,
     offline=0.6,
 )
+# By name: due as soon as it arrives, or not before its last step.
+WANTED: Final = {"r1": 1e-3, "r5": 1e-3, "r8": 1e6, "r11": 1e-3}
 CHECKPOINT: Final = {**SWAP.aqua, "mode": "checkpoint"}
 CONSERVE: Final = {**SWAP.aqua, "co_serving": {**SERVING, "policy": "conserve"}}
 SHAPES: Final = [
     SWAP,
-    replace(SWAP, depth=2, caches_prefixes=True),
+    replace(SWAP, depth=2, caches_prefixes=True, finish_in_s=WANTED),
     replace(SWAP, aqua=CHECKPOINT, caches_prefixes=True, loss=0.05),
     replace(SWAP, aqua=CHECKPOINT, depth=2, caches_prefixes=True, store_blocks=(40, 60, 50)),
     replace(SWAP, aqua=CONSERVE, depth=2, is_second_runner=True, loss=0.05),
@@ -182,6 +185,32 @@ def test_a_request_waits_from_when_it_came_to_the_front_end_and_a_session_is_not
     totals = scheduler.co_serving.totals()
     assert totals["online_first_tokens"] == 1, "the late one"
     assert totals["online_first_tokens_in_time"] == 0
+
+
+@pytest.mark.parametrize(
+    ("finish_in_s", "first"),
+    [
+        ({}, "r0"),
+        ({"r1": 50.0}, "r1"),
+        ({"r0": 5000.0, "r1": 50.0}, "r1"),
+        ({"r0": 50.0, "r1": 5000.0}, "r0"),
+    ],
+)
+def test_of_two_offline_requests_the_one_with_the_nearer_deadline_is_served_first(
+    model: str, finish_in_s: dict[str, float], first: str
+) -> None:
+    shape = replace(SWAP, requests=2, offline=1.0, finish_in_s=finish_in_s)
+    config = make_config(model, shape)
+    config.scheduler_config.max_num_seqs = 1
+    engine = SimulatedEngine(shape, 1, config)
+    assert list(engine.scheduler.requests) == ["r0", "r1"], "both wait, in order of arrival"
+    served: list[str] = []
+    while not engine.is_done:
+        engine.step()
+        served += [name for name, said in engine.outputs.items() if said and name not in served]
+    assert served[0] == first
+    assert len(served) == 2
+    assert wrong([engine]) == 0
 
 
 def test_zeroed_checkpoints_change_outputs(model: str) -> None:

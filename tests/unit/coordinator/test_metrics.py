@@ -30,6 +30,7 @@ HISTOGRAM_PARTS: Final = ("bucket", "sum", "count")
 NOT_METRICS: Final = {package.name for package in ROOT.glob("*/src/aqua*")} | {
     "aqua_class",  # an argument of a request to vLLM
     "aqua_error",  # the code of the base of all errors
+    "aqua_finish_in_s",  # an argument of a request to vLLM
     "aqua_things",  # a package of an example
     "aqua_lender",  # what the names of a producer's metrics begin with
     "aqua_tenant",  # an argument of a request to vLLM

@@ -27,6 +27,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Final, NamedTuple, Protocol
 
 from aqua_protocol import ConfigError
@@ -51,6 +52,7 @@ from aqualib.engines.vllm.co_serving.safepoints import SafepointOrder
 from aqualib.engines.vllm.co_serving.step_aborts import StepAborts
 from aqualib.engines.vllm.co_serving.step_tokens import StepTokens
 from aqualib.engines.vllm.options import AquaOptions, CoServingOptions, PagingMode
+from aqualib.engines.vllm.requests.deadline import finish_in_s_of
 from aqualib.engines.vllm.requests.service_class import service_class_of
 
 logger: Final = logging.getLogger("aqualib")
@@ -136,7 +138,7 @@ class CoServing:
             block_tokens=block_tokens,
         )
         self._urgent = options.urgent
-        self._offline: set[str] = set()
+        self._offline: dict[str, float] = {}  # With the deadline of each.
         self._arrivals_s: dict[str, float] = {}
         self._copying: set[str] = set()
         self._steps: deque[_Step] = deque()
@@ -195,7 +197,7 @@ class CoServing:
             if request.sampling_params is not None:  # Embeddings have no first token.
                 self.attainment.arrived(name, now_s - waited_s)
             return False
-        self._offline.add(name)
+        self._offline[name] = now_s + finish_in_s_of(request)
         self.policy.added(self.view(request), now_s)
         return True
 
@@ -224,8 +226,7 @@ class CoServing:
         ledger = self.policy.checkpoints
         if blocks < ledger.of(name).saved:
             ledger.lose(name)
-        if blocks > ledger.of(name).saved:
-            count = blocks - ledger.of(name).saved
+        if (count := blocks - ledger.of(name).saved) > 0:
             ledger.copy(name, count)
             ledger.acknowledge(name, count)
         self.policy.preempted(self.view(request), now_s)
@@ -244,7 +245,7 @@ class CoServing:
             self.aborts.got_somewhere([request_id])
         if request_id in self._offline:
             self.figures.counts.offline_ended += 1
-            self._offline.remove(request_id)
+            del self._offline[request_id]
             self._end_copies(request_id)
             self.policy.removed(request_id)
 
@@ -268,6 +269,7 @@ class CoServing:
             output_tokens,
             held_blocks,
             max(0, request.max_tokens - output_tokens),
+            self._offline.get(name, inf),
         )
 
     # --- Steps -------------------------------------------------------------------------------
@@ -346,7 +348,7 @@ class CoServing:
             return None
         if aborts.has_page is None:
             return aborts.first_order
-        if plan is not None and plan.is_preemptible and self._offline.issuperset(scheduled):
+        if plan is not None and plan.is_preemptible and scheduled.keys() <= self._offline.keys():
             self._order = aborts.order(scheduled, plan)
         return self._order
 

@@ -22,9 +22,10 @@ a rank does not know what others do, such as a request. Errors are Aqua's (`{cod
 
 A middleware runs before vLLM looks at its API keys, and an operator's rights are not a user's. So
 the admin API has a token of its own, `AQUA_ADMIN_TOKEN`, and without one it refuses every call.
-All other paths go to vLLM; on the way a request is told whose it is (`tenant_key`), and whether it
-is online or offline (`service_class`), if that is not in its body. A body is read when vLLM asks
-for it, which is after it has looked at its keys: for a stranger no byte is held.
+All other paths go to vLLM; on the way a request is told whose it is (`tenant_key`), whether it is
+online or offline (`service_class`), and its deadline (`deadline`), if that is not in its body. A
+body is read when vLLM asks for it, which is after it has looked at its keys: for a stranger no byte
+is held.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ from aqua_protocol.errors import (
 from aqualib.engines.vllm.operations.admin_commands import UTILITY
 from aqualib.engines.vllm.options import AquaOptions, options_of
 from aqualib.engines.vllm.requests.body import Choose, with_xargs
+from aqualib.engines.vllm.requests.deadline import HEADER as DEADLINE_HEADER
+from aqualib.engines.vllm.requests.deadline import XARG as DEADLINE
+from aqualib.engines.vllm.requests.deadline import deadline_choice
 from aqualib.engines.vllm.requests.service_class import HEADER, class_choice
 from aqualib.engines.vllm.requests.service_class import XARG as CLASS
 from aqualib.engines.vllm.requests.tenant_key import XARG as TENANT
@@ -71,8 +75,8 @@ MAX_PIN_BYTES: Final = 8 * 1024 * 1024
 step wait twice as long while the prefix is hashed."""
 
 MAX_REQUEST_BYTES: Final = 256 * 1024 * 1024
-"""Of a prompt with its images, where its tenant or class has to be written into it; longer ones are
-refused. Doubled, a caller can make the server hold twice as much."""
+"""Of a prompt with its images, where its tenant, class or deadline has to be written into it;
+longer ones are refused. Doubled, a caller can make the server hold twice as much."""
 
 DISCONNECT: Final = "http.disconnect"
 """Fixed, by ASGI."""
@@ -138,7 +142,7 @@ class AquaMiddleware:
             await _send_json(send, 200, {"engines": results})
 
     def _choices(self, scope: Scope) -> dict[str, Choose]:
-        """What of a request's body is written by its headers: whose it is, and how it is served."""
+        """What of a request's body is written by its headers: whose it is, how and when served."""
         kind = header_of(scope, b"content-type", at=FIRST).lower()
         if scope["method"] != "POST" or not kind.startswith("application/json"):
             return {}
@@ -158,6 +162,7 @@ class AquaMiddleware:
             choices[TENANT] = tenant_choice(sources, header=header, api_key=key)
         if options.co_serving is not None:
             choices[CLASS] = class_choice(header_of(scope, HEADER.encode()))
+            choices[DEADLINE] = deadline_choice(header_of(scope, DEADLINE_HEADER.encode()))
         return choices
 
     async def _with_xargs(
