@@ -32,10 +32,25 @@ TOKEN: Final = "operator-of-this-engine"
 USER_KEY: Final = "user-of-this-engine"
 ADMINISTERED: Final = ("--middleware", "aqualib.engines.vllm.AquaMiddleware")
 PROMPTS: Final = prompts_of(Scenario(model=""))
+SAYINGS: Final[list[tuple[bool, dict[str, Any]]]] = [
+    (True, {"service_tier": "flex"}),
+    (True, {"priority": 1, "vllm_xargs": {"aqua_finish_in_s": 600}}),
+    (False, {"priority": -1}),
+    (False, {"priority": 1, "service_tier": "priority"}),
+]
+"""Whether requests are offline that say so without the header of their class."""
 
 
-def answers(client: httpx.Client, service_class: str = "online") -> list[list[int]]:
-    """Tokens of the greedy completions of all prompts at once; many of them have no text."""
+def answers(
+    client: httpx.Client, service_class: str | None = "online", **said: object
+) -> list[list[int]]:
+    """Tokens of the greedy completions of all prompts at once; many of them have no text.
+
+    Args:
+        client: Of the server.
+        service_class: What the header says; None sends none.
+        said: Further fields of each request.
+    """
 
     def ask(prompt: list[int]) -> list[int]:
         body = {
@@ -45,8 +60,9 @@ def answers(client: httpx.Client, service_class: str = "online") -> list[list[in
             "max_tokens": 100,
             "ignore_eos": True,
             "return_token_ids": True,
+            **said,
         }
-        told = {"x-aqua-class": service_class}
+        told = {} if service_class is None else {"x-aqua-class": service_class}
         answer = client.post("/v1/completions", json=body, headers=told, timeout=300)
         tokens: list[int] = answer.raise_for_status().json()["choices"][0]["token_ids"]
         return tokens
@@ -241,6 +257,7 @@ def test_a_server_that_lends_in_gaps_without_offline_work_answers_as_ever(
         *("--num-gpu-blocks-override", "96"),
         *("--worker-cls", "aqualib.engines.vllm.LendingWorker"),
         *ADMINISTERED,
+        *("--scheduling-policy", "priority"),
         *turn_flags(mode="checkpoint", is_offline=True, lend=lend, co_serving=co_serving),
     ]
     with (
@@ -258,6 +275,19 @@ def test_a_server_that_lends_in_gaps_without_offline_work_answers_as_ever(
             assert offline.result() == expected
             assert lending(lender)["reclaims_total"] >= reclaims
         found = metrics_of(client)
+        for is_offline, said in SAYINGS:
+            before = metrics_of(client)
+            assert answers(client, None, **said) == expected
+            after = metrics_of(client)
+            online = after["aqua:online_arrivals_total"] - before["aqua:online_arrivals_total"]
+            assert online == (0 if is_offline else len(PROMPTS)), said
+            computed = after["aqua:offline_tokens_total"] - before["aqua:offline_tokens_total"]
+            # What the last step of those before it computed may be told only now.
+            assert (computed > 10 * len(PROMPTS)) is is_offline, said
+        for claimed, headers in ((0, {}), (600, {"x-aqua-finish-in": "soon"})):
+            body = {"model": "tiny", "prompt": "a", "vllm_xargs": {"aqua_finish_in_s": claimed}}
+            answer = client.post("/v1/completions", json=body, headers=headers)
+            assert (answer.status_code, answer.json()["code"]) == (422, "request_invalid")
     assert found["aqua:online_arrivals_total"] == 2 * len(PROMPTS)
     assert found["aqua:offline_tokens_total"] > 0
     assert found["aqua:co_serving_without_aborts"] == 0
