@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 ASKING: Final = "HARNESS_ABORTED_LAYERS"
 """Says to workers which share of layers asks for an abort, and by which seed."""
+
+ASKED: Final[Counter[int]] = Counter()
+STOPPED: Final[Counter[int]] = Counter()
+"""How often a worker of this process was asked for an abort in a layer, and stopped there."""
 
 HELD: Final = "HARNESS_HELD_STEP"
 """Names a file that `HoldingSafepoints` writes once it holds a step."""
@@ -46,12 +51,15 @@ class AskedSafepoints:
     """Stands before a worker's safepoints, and asks for an abort at some."""
 
     def __init__(self, safepoints: Any, is_asked: Callable[[SafepointOrder, int], bool]) -> None:  # noqa: ANN401 - a worker's
+        # Of a module with torch, which tests that run an engine elsewhere do not need.
+        from aqualib.engines.vllm.co_serving.safepoints import StepAbortedError
+
+        self._stop = StepAbortedError
         self._pass = safepoints.passed
         self._begin = safepoints.begin
         self._is_asked = is_asked
         self._order: SafepointOrder | None = None
         self._layer = 0
-        self.asked_layers: list[int] = []
         safepoints.begin, safepoints.passed = self.begin, self.passed
 
     def begin(self, order: SafepointOrder | None) -> None:
@@ -62,16 +70,20 @@ class AskedSafepoints:
         order, layer = self._order, self._layer
         self._layer += 1
         if order is not None and order.step and self._is_asked(order, layer):
-            self.asked_layers.append(layer)
+            ASKED[layer] += 1
             with AbortPage.open(order.place) as page:
                 page.ask(order.step)
-        self._pass()
+        try:
+            self._pass()
+        except self._stop:
+            STOPPED[layer] += 1
+            raise
 
 
-def abort_at_random(safepoints: Any, *, share: float, seed: int) -> AskedSafepoints:  # noqa: ANN401 - a worker's
+def abort_at_random(safepoints: Any, *, share: float, seed: int) -> None:  # noqa: ANN401 - a worker's
     """Have so many of a worker's layers ask for an abort of their step."""
     rng = random.Random(seed)
-    return AskedSafepoints(safepoints, lambda _order, _layer: rng.random() < share)
+    AskedSafepoints(safepoints, lambda _order, _layer: rng.random() < share)
 
 
 def hold_first_step(safepoints: Any) -> None:  # noqa: ANN401 - a worker's

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from harness.bounds import HANG_S, until
 from harness.program import Program, say
-from harness.step_aborts import ASKING, allow_aborts_in_process
+from harness.step_aborts import ASKED, ASKING, STOPPED, allow_aborts_in_process
 
 START_WITHIN_S: Final = 400.0
 """Importing vLLM on a busy machine takes most of a minute."""
@@ -433,6 +433,8 @@ def _figures(engine: Any, worker: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM
         "paging": {} if paging is None else asdict(paging.counts),
         "scheduler": type(scheduler).__name__,
         "held_places": 0 if paging is None else paging.table.held_count,
+        "asked_layers": sorted(ASKED),
+        "stopped_layers": sorted(STOPPED),
         "metrics": {
             sample.name: sample.value
             for metric in REGISTRY.collect()

@@ -138,9 +138,13 @@ def aborted(
     deep: Path,
     mode: str = "checkpoint",
     engine: dict[str, Any] | None = None,
+    prefix_tier: bool | None = None,
     **facts: Any,  # noqa: ANN401 - fields
 ) -> Scenario:
-    aqua = {"co_serving": SERVING, "mode": mode, "is_offline": True, "store_bytes": "16MiB"}
+    # By time, the machine would say which layers have one.
+    co_serving = {**SERVING, "safepoint_layers": 1}
+    aqua = {"co_serving": co_serving, "mode": mode, "prefix_tier": prefix_tier}
+    aqua |= {"is_offline": True, "store_bytes": "16MiB"}
     given: dict[str, Any] = {"aborted_layers": 0.15, "online_every": 3, **facts}
     return Scenario(
         str(deep),
@@ -167,6 +171,8 @@ def test_a_real_engine_answers_as_if_nothing_was_aborted(
     answer = run(aborted(deep, mode, overlaps_steps=overlaps_steps))
     assert same(answer, stock) == 2 * len(stock)
     assert answer["metrics"]["aqua:step_aborts_total"] > 2, answer
+    assert answer["asked_layers"] == answer["stopped_layers"], answer
+    assert len(answer["stopped_layers"]) > 2, "steps stop all over their layers"
     assert answer["metrics"]["aqua:co_serving_without_aborts"] == 0.0
     assert answer["held_places"] == 0, answer
 
@@ -179,6 +185,32 @@ def test_a_real_engine_aborts_steps_that_wait_for_their_layers(
     assert same(answer, stock) == 2 * len(stock)
     assert answer["metrics"]["aqua:step_aborts_total"] > 2, answer
     assert answer["cut"]["columns"] > 0, answer
+    assert answer["held_places"] == 0, answer
+
+
+def test_a_real_engine_aborts_steps_of_requests_whose_checkpoints_are_lost(
+    deep: Path, stock: dict[str, list[int]]
+) -> None:
+    answer = run(aborted(deep, spoil_at_step=150), AQUA_CHECKSUM="1")
+    assert same(answer, stock) == 2 * len(stock)
+    assert answer["metrics"]["aqua:step_aborts_total"] > 2, answer
+    assert len(answer["stopped_layers"]) > 2, answer
+    assert answer["failures"]["checksum_mismatch"] > 0, answer
+    assert answer["paging"]["lost_blocks"] > 0, answer
+    assert answer["held_places"] == 0, answer
+
+
+def test_a_real_engine_aborts_steps_whose_prompts_are_found_in_the_prefix_tier(
+    deep: Path, stock: dict[str, list[int]]
+) -> None:
+    # By the tier alone: what vLLM caches by itself would be found first.
+    engine = {"enable_prefix_caching": False}
+    answer = run(aborted(deep, engine=engine, prefix_tier=True))
+    assert same(answer, stock) == 2 * len(stock)
+    assert answer["metrics"]["aqua:step_aborts_total"] > 2, answer
+    assert len(answer["stopped_layers"]) > 2, answer
+    assert answer["paging"]["kept_blocks"] > 0, answer
+    assert answer["paging"]["prefix_hit_tokens"] > 0, answer
     assert answer["held_places"] == 0, answer
 
 
