@@ -13,7 +13,8 @@ come back before that.
 
 How many blocks to copy is `CheckpointRamp`'s answer: none while memory is free, then more and more,
 never more than the link moves during the step. What is not saved when memory is needed is discarded
-and computed again: online requests wait for no copy.
+and computed again: online requests wait for no copy. Where an engine pages out beside its steps it
+is copied instead (`ConserveSettings.swaps`), and an arrival that needs the memory waits for it.
 
 Source: ConServe section 4.4, "Incremental Checkpointing" and "Adaptive Checkpointing Policy". The
 paper names a threshold of 50 % and random early detection (RED); that the ramp ends at full memory
