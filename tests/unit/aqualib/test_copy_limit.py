@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf, nan
 from typing import TYPE_CHECKING, Final
 
@@ -273,6 +274,22 @@ def test_what_requests_wait_for_leaves_a_bounded_debt() -> None:
     pace.ask(1e6, 60.0, 0.0)
     pace.copied(10**9, 0.0, is_awaited=True)
     assert pace.ready_at_s(0.0) == MAX_DEBT_S
+
+
+def test_the_background_goes_on_though_requests_alone_take_more_than_the_rate() -> None:
+    pace = CopyPace()
+    now_s, made_at_s = 0.0, list[float]()
+    while now_s < 20.0:
+        pace.ask(1e6, 60.0, now_s)
+        pace.copied(20_000, now_s, is_awaited=True)
+        if pace.ready_at_s(now_s) <= now_s:
+            pace.copied(500_000, now_s, is_awaited=False)
+            made_at_s.append(now_s)
+        now_s += 0.01
+    gaps_s = [later - earlier for earlier, later in pairwise(made_at_s)]
+    assert made_at_s[0] == pytest.approx(MAX_DEBT_S, abs=0.02)
+    assert gaps_s == pytest.approx([0.5 + MAX_DEBT_S] * len(gaps_s), abs=0.02)
+    assert len(made_at_s) == 13
 
 
 def test_a_pace_lapses_and_zero_holds_until_then() -> None:
