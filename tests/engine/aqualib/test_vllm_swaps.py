@@ -73,8 +73,8 @@ def test_a_victim_that_is_cheaper_to_compute_again_is_not_paged_out(model: str, 
             assert engine.scheduler.prefill_rate.tokens_per_s > 0
         forced = sum(count.forced_preemptions for count in counts)
         assert forced > 50
-        paged: int = sum(count.saved_blocks + count.clean_blocks for count in counts)
-        return paged / forced
+        paged: float = sum(count.saved_blocks + count.clean_blocks for count in counts) / forced
+        return paged
 
     paged = swapped_blocks(link_bytes_per_s=1e30)
     assert paged > 2
