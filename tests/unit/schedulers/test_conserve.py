@@ -26,18 +26,7 @@ from aqua_schedulers.conserve import (
 from aqua_schedulers.conserve.checkpoints import CheckpointRamp, CopyBudget
 from aqua_schedulers.conserve.offline_queue import OfflineQueue, is_due
 from aqua_schedulers.conserve.step_budget import StepBudget
-
-PROFILE = StepTimeProfile(
-    model="m",
-    engine="e",
-    gpu="g",
-    floor_s=0.01,
-    token_s=1e-4,
-    exponent=1.5,
-    context_token_s=4e-7,
-    pair_s=3e-9,
-    max_tokens=2048,
-)
+from harness.step_times import PROFILE
 
 
 def offline(name: str, **facts: object) -> CoServedRequest:

@@ -17,18 +17,7 @@ from aqua_schedulers.conserve import (
     fitted_profile,
 )
 from aqua_schedulers.conserve.profile import MAX_TERM_S
-
-PROFILE = StepTimeProfile(
-    model="m",
-    engine="e",
-    gpu="g",
-    floor_s=0.01,
-    token_s=1e-4,
-    exponent=1.5,
-    context_token_s=4e-7,
-    pair_s=3e-9,
-    max_tokens=2048,
-)
+from harness.step_times import PROFILE
 
 
 def loads() -> list[StepLoad]:
