@@ -65,7 +65,7 @@ GpusPerNode = Annotated[
     int | None,
     several(
         min=0,
-        help="GPUs of each engine. Its tensor_parallel_size otherwise, or none in a cluster "
+        help="GPUs of each engine. Its ranks otherwise, or none in a cluster "
         "without GPUs.",
     ),
 ]
