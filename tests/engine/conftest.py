@@ -15,6 +15,7 @@ import os
 import platform
 import subprocess
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -23,6 +24,7 @@ from typing import Final
 
 import pytest
 
+from harness.engine_cluster import EngineCluster, engine_cluster
 from harness.tiny_llama import write_tiny_llama
 from harness.vllm_program import Scenario, run
 
@@ -68,6 +70,13 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
     assert len(set(map(tuple, tokens.values()))) == len(tokens), "degenerate outputs prove nothing"
     assert answer["metrics"] == {}, "counters of Aqua without Aqua would prove nothing either"
     return tokens
+
+
+@pytest.fixture
+def cluster() -> Iterator[EngineCluster]:
+    """What an engine borrows from."""
+    with engine_cluster() as made:
+        yield made
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -8,6 +8,9 @@ from typing import Final
 from harness.vllm_shapes import Shape, make_config
 from harness.vllm_simulation import SimulatedEngine
 
+HISTORIES: Final = 200
+"""Of each mechanism, over all its shapes."""
+
 MOST_STEPS: Final = 8000
 """Of a life, however it is disturbed."""
 
@@ -21,7 +24,7 @@ FOR_EVER_S: Final = 3600.0
 def lives(
     model: str,
     shape: Shape,
-    seeds: range,
+    drawn: range,
     disturbance: float = 0.0,
     *,
     zeroes_loads: bool = False,
@@ -30,6 +33,7 @@ def lives(
     """Engines that have served all their requests.
 
     Args:
+        drawn: Seeds, of a life each.
         disturbance: How likely something happens at a step.
         zeroes_loads: Bytes that are loaded come as zeros: for negative controls.
         begin: Told of each engine before its first step.
@@ -38,7 +42,7 @@ def lives(
 
     config = make_config(model, shape)
     engines = []
-    for seed in seeds:
+    for seed in drawn:
         engine = SimulatedEngine(shape, seed, config)
         engine.runner.zeroes_loads = zeroes_loads
         begin(engine)
@@ -51,6 +55,11 @@ def lives(
         assert engine.is_done, f"no end with seed {seed}"
         engines.append(engine)
     return engines
+
+
+def seeds(shape_count: int) -> range:
+    """Seeds of each of so many shapes, for `HISTORIES` over all of them."""
+    return range(-(-HISTORIES // shape_count))
 
 
 def wrong(engines: Sequence[SimulatedEngine]) -> int:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import pytest
 
 from aqualib.engines.vllm.co_serving.step_tokens import StepTokens
-from harness.vllm_disturbances import lives, wrong
+from harness.vllm_disturbances import lives, seeds, wrong
 from harness.vllm_program import Scenario, run
 from harness.vllm_shapes import Shape, make_config, make_scheduler
 from harness.vllm_simulation import SimulatedEngine
@@ -25,7 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
-SEEDS: Final = 72
 # Objectives that steps of a simulation keep to, however busy the machine.
 SERVING: Final = {"ttft_s": 1000.0, "tpot_s": 60.0}
 SWAP: Final = Shape(
@@ -92,7 +91,7 @@ def test_whatever_happens_every_output_of_both_classes_is_right(model: str, shap
     engines = lives(
         model,
         shape,
-        range(SEEDS // len(SHAPES)),
+        seeds(len(SHAPES)),
         disturbance=0.05,
         begin=lambda engine: watched.append(Watched(engine.scheduler)),
     )

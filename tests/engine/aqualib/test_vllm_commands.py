@@ -13,7 +13,7 @@ from typing import Any, Final
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from harness.vllm_disturbances import FOR_EVER_S, NO_TIME_S
+from harness.vllm_disturbances import FOR_EVER_S, NO_TIME_S, seeds
 from harness.vllm_shapes import Shape, make_config
 from harness.vllm_simulation import SimulatedEngine
 
@@ -33,7 +33,6 @@ SHAPES: Final = [
     replace(ROOMY, depth=2, groups=("full", "window")),
     replace(ROOMY, groups=("full", "state")),
 ]
-SEEDS: Final = 16
 
 
 def asked(engine: SimulatedEngine, command: str, **arguments: Any) -> Any:  # noqa: ANN401 - as they are
@@ -60,7 +59,7 @@ def lives(model: str, shape: Shape, *, zeroes_loads: bool = False) -> list[tuple
     """Engines in which one request or another is evicted all the time, and what they computed."""
     config = make_config(model, shape)
     engines = []
-    for seed in range(SEEDS):
+    for seed in seeds(len(SHAPES)):
         engine = SimulatedEngine(shape, seed, config)
         engine.runner.zeroes_loads = zeroes_loads
         computed = count_tokens(engine)
@@ -94,12 +93,12 @@ def test_evicted_requests_go_on_where_they_were_and_nothing_is_computed_again(
             }
             assert counts.restored_tokens == counts.evicted_tokens
         engine.require_rest()
-    assert evicted > 5 * SEEDS
+    assert evicted > 5 * len(seeds(len(SHAPES)))
 
 
 def test_zeroed_loads_of_evicted_requests_change_outputs(model: str) -> None:
     engines = lives(model, ROOMY, zeroes_loads=True)
-    assert sum(engine.outputs != engine.expected for engine, _ in engines) > SEEDS // 2
+    assert sum(engine.outputs != engine.expected for engine, _ in engines) > len(engines) // 2
 
 
 def running(model: str, shape: Shape, **engine: Any) -> SimulatedEngine:  # noqa: ANN401 - vLLM's

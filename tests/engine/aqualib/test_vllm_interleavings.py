@@ -18,7 +18,7 @@ from aqua_protocol import ConfigError
 from aqualib.engines.vllm import connector as connector_module
 from aqualib.engines.vllm.options import LoadMode
 from aqualib.engines.vllm.paging.kv_groups import KvGroup
-from harness.vllm_disturbances import wrong
+from harness.vllm_disturbances import seeds, wrong
 from harness.vllm_shapes import BLOCK_TOKENS, Shape, make_config, make_scheduler
 from harness.vllm_simulation import SimulatedEngine
 
@@ -28,7 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
-SEEDS: Final = 200
 TURNS: Final = {"policy": "cfs", "slice_iterations": 3, "granularity_tokens": 0}
 GPU_DEFAULTS: Final = Shape(aqua=TURNS, depth=2, caches_prefixes=True, is_second_runner=True)
 MOST_STEPS: Final = 6000
@@ -42,9 +41,9 @@ def finish(engine: SimulatedEngine) -> SimulatedEngine:
     raise AssertionError("no end")
 
 
-def lives(model: str, shape: Shape, seeds: range) -> list[SimulatedEngine]:
+def lives(model: str, shape: Shape, drawn: range) -> list[SimulatedEngine]:
     config = make_config(model, shape)
-    return [finish(SimulatedEngine(shape, seed, config)) for seed in seeds]
+    return [finish(SimulatedEngine(shape, seed, config)) for seed in drawn]
 
 
 def total(engines: list[SimulatedEngine], name: str) -> int:
@@ -59,7 +58,7 @@ SPOILED: Final = [
 
 @pytest.mark.parametrize("shape", SPOILED, ids=repr)
 def test_a_lost_block_is_computed_again(model: str, shape: Shape) -> None:
-    engines = lives(model, shape, range(SEEDS // len(SPOILED) + 1))
+    engines = lives(model, shape, seeds(len(SPOILED)))
     assert wrong(engines) == 0
     assert total(engines, "lost_blocks") > 20
 
@@ -79,7 +78,7 @@ def test_a_lost_block_of_a_load_within_the_step_is_not(
 @pytest.mark.parametrize("caches", [False, True])
 def test_rejected_drafts_are_not_kept(model: str, depth: int, mode: str, *, caches: bool) -> None:
     shape = Shape({**TURNS, "mode": mode}, depth=depth, drafts=3, caches_prefixes=caches)
-    engines = lives(model, shape, range(SEEDS // 4))
+    engines = lives(model, shape, seeds(4))
     assert wrong(engines) == 0
     assert total(engines, "loaded_blocks") > 500
 
@@ -92,7 +91,7 @@ def test_a_pause_that_waits_ends_what_has_begun_and_begins_nothing(
     shape = Shape({**TURNS, "load": load}, depth=depth) if depth == 1 else Shape(TURNS, depth)
     config = make_config(model, shape)
     left_over = 0
-    for seed in range(SEEDS // 4):
+    for seed in seeds(4):
         engine = SimulatedEngine(shape, seed, config)
         for _ in range(engine.rng.randrange(3, 40)):
             if not engine.is_done:
@@ -120,7 +119,7 @@ def test_a_pause_that_waits_ends_what_has_begun_and_begins_nothing(
 def test_a_pause_that_keeps_all_moves_nothing(model: str) -> None:
     shape = Shape(TURNS, depth=2)
     config = make_config(model, shape)
-    for seed in range(SEEDS // 4):
+    for seed in seeds(1):
         engine = SimulatedEngine(shape, seed, config)
         for _ in range(engine.rng.randrange(3, 40)):
             if not engine.is_done:
@@ -144,7 +143,7 @@ def test_among_several_connectors_it_pages_as_alone(
     model: str, others: tuple[str, ...], loss: float, tmp_path: Path
 ) -> None:
     shape = Shape(TURNS, depth=2, connectors=others, loss=loss, storage=str(tmp_path))
-    engines = lives(model, shape, range(SEEDS // 4))
+    engines = lives(model, shape, seeds(4))
     assert wrong(engines) == 0
     assert total(engines, "loaded_blocks") > 500
     forced = sum(engine.scheduler.forced_preemptions for engine in engines)
@@ -153,7 +152,7 @@ def test_among_several_connectors_it_pages_as_alone(
 
 def test_workers_with_stores_of_different_sizes(model: str) -> None:
     shape = Shape(TURNS, depth=2, caches_prefixes=True, store_blocks=(1000, 9, 40))
-    engines = lives(model, shape, range(SEEDS))
+    engines = lives(model, shape, seeds(1))
     assert wrong(engines) == 0
     assert total(engines, "loaded_blocks") > 500
     assert {engine.scheduler.paging.table.capacity_blocks for engine in engines} == {9}
@@ -172,7 +171,7 @@ SAVING: Final = [
 
 @pytest.mark.parametrize("shape", SAVING, ids=repr)
 def test_page_outs_beside_the_model_keep_what_was_computed(model: str, shape: Shape) -> None:
-    engines = lives(model, shape, range(SEEDS // len(SAVING) + 1))
+    engines = lives(model, shape, seeds(len(SAVING)))
     assert wrong(engines) == 0
     assert total(engines, "saved_blocks") > 200
     for engine in engines:
@@ -217,7 +216,7 @@ def test_page_outs_of_blocks_that_nobody_holds_do_not(
 @pytest.mark.parametrize("shape", [GPU_DEFAULTS, SAVING[2]], ids=repr)
 def test_a_reset_in_the_middle_brings_nothing_back(model: str, shape: Shape) -> None:
     config = make_config(model, shape)
-    for seed in range(SEEDS // 4):
+    for seed in seeds(2):
         engine = SimulatedEngine(shape, seed, config)
         for _ in range(4):
             for _ in range(engine.rng.randrange(12)):
@@ -255,7 +254,7 @@ TIERS: Final = [
 
 @pytest.mark.parametrize("shape", [*WINDOWS, *STATES, *TIERS], ids=repr)
 def test_groups_of_blocks_come_back_as_they_were(model: str, shape: Shape) -> None:
-    engines = lives(model, shape, range(SEEDS // 10))
+    engines = lives(model, shape, seeds(len(TIERS)))
     assert wrong(engines) == 0
     assert total(engines, "loaded_blocks") > 100
     for engine in engines:

@@ -9,17 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from aqua_protocol import MIB
-from harness.coordinator_process import CoordinatorProcess, data_dir
-from harness.lender_process import LenderProcess
+from harness.coordinator_process import CoordinatorProcess
+from harness.engine_cluster import SLAB, SLABS, WANTED, EngineCluster
 from harness.tiny_llama import write_tiny_llama
 from harness.vllm_program import Scenario, VllmProgram, run
 
@@ -29,8 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
-SLAB: Final = MIB
-SLABS: Final = 24
 ROOM: Final[dict[str, Any]] = {
     "policy": "cfs",
     "slice_iterations": 4,
@@ -44,41 +37,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_llama(tmp_path_factory.mktemp("tiny-llama")))
 
 
-@pytest.fixture
-def cluster() -> Iterator[tuple[CoordinatorProcess, LenderProcess, dict[str, str]]]:
-    """A real coordinator, a real producer, and the environment of a consumer of theirs."""
-    with ExitStack() as stack:
-        coordinator = stack.enter_context(CoordinatorProcess(stack.enter_context(data_dir())))
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="aqua-", dir="/tmp"))
-        lender = stack.enter_context(
-            LenderProcess(
-                Path(folder) / "lender.sock",
-                slab_bytes=SLAB,
-                slab_count=SLABS,
-                url=coordinator.url,
-            )
-        )
-        yield (
-            coordinator,
-            lender,
-            {
-                "AQUA_COORDINATOR_URL": coordinator.url,
-                "AQUA_SLAB_BYTES": str(SLAB),
-                "AQUA_WANTED_BYTES": str(16 * MIB),
-                "AQUA_HEARTBEAT_S": "0.1",
-                "AQUA_NODE": "node",
-                "AQUA_DOMAIN": "domain",
-                "AQUA_GPU_UUID": "GPU-consumer",
-            },
-        )
-
-
 def on_host(model: str, **aqua: Any) -> Scenario:  # noqa: ANN401 - options of the adapter
     return Scenario(model, aqua={**ROOM, "is_offline": True, **aqua})
 
 
 def on_peer(model: str, **aqua: Any) -> Scenario:  # noqa: ANN401 - as above
-    return Scenario(model, aqua={**ROOM, **aqua}, await_leased_bytes=16 * MIB, pause_at_step=60)
+    return Scenario(model, aqua={**ROOM, **aqua}, await_leased_bytes=WANTED, pause_at_step=60)
 
 
 def assert_paged(answer: dict[str, Any], *, forced: int = 10) -> None:
@@ -299,13 +263,13 @@ def test_evicted_requests_answer_as_if_they_never_were(
 def test_everything_taken_back_in_the_middle_changes_no_answer(
     model: str,
     stock: dict[str, list[int]],
-    cluster: tuple[CoordinatorProcess, LenderProcess, dict[str, str]],
+    cluster: EngineCluster,
 ) -> None:
     _, lender, environment = cluster
     scenario = dataclasses.replace(on_peer(model, prefix_tier=True), pinned=2)
     with VllmProgram(scenario, **environment) as program:
         before = program.until("paused")
-        assert before["leased_bytes"] >= 16 * MIB
+        assert before["leased_bytes"] >= WANTED
         assert before["location"] == "peer"
         assert sum(each["present_blocks"] for each in before["pins"]) > 0, "on the peer"
         lender.reclaim(SLABS)
@@ -328,7 +292,7 @@ def test_everything_taken_back_in_the_middle_changes_no_answer(
 def test_a_producer_killed_in_the_middle_changes_no_answer(
     model: str,
     stock: dict[str, list[int]],
-    cluster: tuple[CoordinatorProcess, LenderProcess, dict[str, str]],
+    cluster: EngineCluster,
 ) -> None:
     _, lender, environment = cluster
     with VllmProgram(on_peer(model), **environment) as program:
@@ -345,7 +309,7 @@ def test_a_producer_killed_in_the_middle_changes_no_answer(
 def test_a_coordinator_that_goes_away_changes_no_answer(
     model: str,
     stock: dict[str, list[int]],
-    cluster: tuple[CoordinatorProcess, LenderProcess, dict[str, str]],
+    cluster: EngineCluster,
 ) -> None:
     coordinator, _, environment = cluster
     with VllmProgram(on_peer(model), **environment) as program:
@@ -362,7 +326,7 @@ def test_a_coordinator_that_goes_away_changes_no_answer(
 def test_an_engine_started_without_a_coordinator_joins_when_one_appears(
     model: str,
     stock: dict[str, list[int]],
-    cluster: tuple[CoordinatorProcess, LenderProcess, dict[str, str]],
+    cluster: EngineCluster,
 ) -> None:
     coordinator, _, environment = cluster
     coordinator.kill()

@@ -25,10 +25,11 @@ from aqua_schedulers.conserve.step_time import FIRST_FIXED_TOKENS
 from aqualib.engines.vllm.options import options_of
 from aqualib.engines.vllm.scheduling.abort_checks import abortable_layers
 from harness.bounds import HANG_S, until
+from harness.engine_cluster import SLABS, WANTED, EngineCluster
 from harness.step_aborts import HELD, keep_published
 from harness.tiny_llama import write_tiny_llama
-from harness.vllm_disturbances import lives, wrong
-from harness.vllm_program import Scenario, run
+from harness.vllm_disturbances import lives, seeds, wrong
+from harness.vllm_program import Scenario, VllmProgram, run
 from harness.vllm_server import metrics_of, vllm_server
 from harness.vllm_shapes import Shape, make_config
 
@@ -38,7 +39,6 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
-SEEDS: Final = 8
 SERVING: Final = {"ttft_s": 1000.0, "tpot_s": 60.0}
 SWAP: Final = Shape(
     {"co_serving": SERVING, "policy": "cfs", "slice_iterations": 3, "granularity_tokens": 0},
@@ -63,7 +63,7 @@ SHAPES: Final = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=repr)
 def test_whatever_is_aborted_every_output_is_right(model: str, shape: Shape) -> None:
-    engines = lives(model, shape, range(SEEDS), disturbance=0.05)
+    engines = lives(model, shape, seeds(len(SHAPES)), disturbance=0.05)
     assert wrong(engines) == 0
     aborted = sum(engine.runner.aborted_steps for engine in engines)
     assert aborted > 20
@@ -139,12 +139,14 @@ def aborted(
     mode: str = "checkpoint",
     engine: dict[str, Any] | None = None,
     prefix_tier: bool | None = None,
+    *,
+    is_lent: bool = False,
     **facts: Any,  # noqa: ANN401 - fields
 ) -> Scenario:
     # By time, the machine would say which layers have one.
     co_serving = {**SERVING, "safepoint_layers": 1}
     aqua = {"co_serving": co_serving, "mode": mode, "prefix_tier": prefix_tier}
-    aqua |= {"is_offline": True, "store_bytes": "16MiB"}
+    aqua |= {"is_offline": not is_lent, "store_bytes": "16MiB"}
     given: dict[str, Any] = {"aborted_layers": 0.15, "online_every": 3, **facts}
     return Scenario(
         str(deep),
@@ -211,6 +213,37 @@ def test_a_real_engine_aborts_steps_whose_prompts_are_found_in_the_prefix_tier(
     assert len(answer["stopped_layers"]) > 2, answer
     assert answer["paging"]["kept_blocks"] > 0, answer
     assert answer["paging"]["prefix_hit_tokens"] > 0, answer
+    assert answer["held_places"] == 0, answer
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize("overlaps_steps", [False, True])
+def test_a_real_engine_aborts_steps_while_the_memory_of_its_checkpoints_goes(
+    deep: Path,
+    stock: dict[str, list[int]],
+    cluster: EngineCluster,
+    *,
+    overlaps_steps: bool,
+    is_killed: bool,
+) -> None:
+    going = {"pause_at_step": 60, "await_leased_bytes": WANTED, "overlaps_steps": overlaps_steps}
+    with VllmProgram(aborted(deep, is_lent=True, **going), **cluster.environment) as program:
+        before = program.until("paused")
+        assert before["location"] == "peer"
+        assert before["paged_blocks"]["out"] > 0, before
+        if is_killed:
+            cluster.lender.kill()
+        else:
+            cluster.lender.reclaim(SLABS)
+        program.go_on()
+        if not is_killed:
+            cluster.lender.await_reclaimed()
+        answer = program.until("done")
+    assert same(answer, stock) == 2 * len(stock)
+    aborts = "aqua:step_aborts_total"
+    assert answer["metrics"][aborts] > before["metrics"].get(aborts, 0.0) + 2, answer
+    assert answer["paged_in_bytes"] > before["paged_in_bytes"], "no load after it"
+    assert is_killed or answer["drained_bytes"] > 0, answer
     assert answer["held_places"] == 0, answer
 
 

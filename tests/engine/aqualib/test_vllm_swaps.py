@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Any, Final
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 
 from aqualib.engines.vllm.paging.async_page_out import AsyncPageOut
-from harness.vllm_disturbances import lives, wrong
+from harness.vllm_disturbances import lives, seeds, wrong
 from harness.vllm_shapes import Shape
 
 pytestmark = [
@@ -22,7 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
-SEEDS: Final = 200
 TURNS: Final = {"policy": "cfs", "slice_iterations": 3, "granularity_tokens": 0}
 SWAP: Final = Shape(TURNS, requests=12, turns=0.5, speed=0.2)
 TIER: Final = {**SWAP.aqua, "prefix_tier": True}
@@ -41,7 +41,7 @@ SHAPES: Final = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=repr)
 def test_whatever_happens_in_the_middle_every_output_is_right(model: str, shape: Shape) -> None:
-    engines = lives(model, shape, range(SEEDS // len(SHAPES)), disturbance=0.08)
+    engines = lives(model, shape, seeds(len(SHAPES)), disturbance=0.08)
     assert wrong(engines) == 0
     assert sum(engine.runner.saved_blocks for engine in engines) > 200
     assert sum(engine.runner.loaded_blocks for engine in engines) > 100
@@ -56,7 +56,10 @@ def test_what_is_preempted_at_a_slices_end_stalls_no_step(model: str, shape: Sha
     swapped = sum(engine.scheduler.paging.counts.saved_blocks for engine in engines)
     assert swapped > 100
     at_once = sum(engine.runner.paged_out_blocks for engine in engines)
-    assert at_once < swapped / 10, "what vLLM itself preempts, because it needs the memory now"
+    # Until 0.29 vLLM preempts without asking whether memory is coming free.
+    asks = hasattr(KVConnectorBase_V1, "has_pending_block_frees")
+    most = swapped / 10 if asks else swapped / 6
+    assert at_once < most, "what vLLM itself preempts, because it needs the memory now"
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

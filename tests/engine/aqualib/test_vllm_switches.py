@@ -10,6 +10,7 @@ from typing import Any, Final
 import pytest
 
 from aqualib.engines.vllm.operations.switches import Feature
+from harness.vllm_disturbances import seeds
 from harness.vllm_shapes import Shape, make_config
 from harness.vllm_simulation import SimulatedEngine
 
@@ -19,7 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
-SEEDS: Final = 200
 TURNS: Final = {"policy": "cfs", "slice_iterations": 3, "granularity_tokens": 0}
 SHAPES: Final = [
     Shape(TURNS),
@@ -40,7 +40,7 @@ def turn(engine: SimulatedEngine, **change: bool) -> dict[str, Any]:
 def test_switches_turned_at_any_step_change_no_output(model: str, shape: Shape) -> None:
     config = make_config(model, shape)
     forced = restored = without = 0
-    for seed in range(SEEDS // len(SHAPES)):
+    for seed in seeds(len(SHAPES)):
         engine = SimulatedEngine(shape, seed, config)
         for _ in range(6000):
             if engine.is_done:
