@@ -24,8 +24,8 @@ NEWEST: Final = MINORS[-1]
 
 HEAD: Final = f"""# Supported versions of vLLM
 
-An engine starts on the versions below, and refuses any other by name. "Contract" means that every
-name which Aqua uses of vLLM is in the sources of that version, and that their functions were
+An engine starts on the minor versions below, and refuses any other by name. "Contract" means that
+every name which Aqua uses of vLLM is in the sources of that version, and that their functions were
 compared with the version before (`make test-contract`, or `python -m
 aqualib.engines.vllm.contract WHEEL`: seconds, no torch). "Run" is what was recorded when the engine
 tests ran on a build for CPUs (`make test-engine VLLM=0.28.0 RECORD=1`); what is not listed was not

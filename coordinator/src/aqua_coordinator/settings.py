@@ -300,5 +300,5 @@ def load_settings(**overrides: Any) -> CoordinatorSettings:  # noqa: ANN401 - wh
     Raises:
         ConfigError: A value does not fit; the message names its variable, not its content.
     """
-    remedy = "`aqua-coordinator serve --help` lists every setting."
+    remedy = "docs/operations/configuration.md lists every setting."
     return read_settings(CoordinatorSettings, "AQUA_", remedy, overrides)

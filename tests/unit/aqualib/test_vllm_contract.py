@@ -175,7 +175,8 @@ def test_whoever_has_tried_the_contract_may_opt_in_to_that_version_alone(
     monkeypatch.setenv(OPT_IN, str(accepted))
     with caplog.at_level(logging.WARNING, "aqualib"):
         require_supported("0.99.1")
-    assert "not all of Aqua's engine tests have run" in caplog.text
+        require_supported("0.99.1")
+    assert caplog.text.count("not all of Aqua's engine tests have run") == 1
     with pytest.raises(ConfigError, match=r"0\.99\.2 is not supported"):
         require_supported("0.99.2")
 

@@ -191,5 +191,5 @@ def load_batch_settings(**overrides: Any) -> BatchSettings:  # noqa: ANN401 - wh
     Raises:
         ConfigError: A value does not fit; the message names its variable, not its content.
     """
-    remedy = "`aqua batch serve --help` lists every setting."
+    remedy = "docs/operations/configuration.md lists every setting."
     return read_settings(BatchSettings, "AQUA_BATCH_", remedy, overrides)

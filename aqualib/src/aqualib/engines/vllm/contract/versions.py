@@ -1,12 +1,12 @@
-"""Supported minor versions of vLLM, and the one place where they differ for us.
+"""Supported minor versions of vLLM, and where they differ for us.
 
 vLLM calls its scheduler "not public". What we use of it is listed once (`surface`), and looked for
 when an engine starts: a vLLM that renamed something is refused with its name, instead of failing
 an hour later in the middle of a burst. A version that Aqua was never tried with is refused, too,
 unless the operator has tried its sources (`contract`) and opted in.
 
-Where versions differ, the attribute that is there decides, not the number of the version: the
-functions below are all of it.
+Where versions differ, the attribute that is there decides, not the number of the version: in the
+functions below, or where a single place has to know (`lending.block_limit`, `operations.metrics`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, Final
 
 from aqua_protocol import ConfigError
@@ -51,9 +52,16 @@ def require_supported(version: str) -> None:
     if minor not in WARNED_MINORS and opted_in(version) is None:
         raise ConfigError(
             f"vLLM {version} is not supported",
-            remedy=f"Install vLLM {', '.join(MINORS)}, or a newer aqualib. Or try this one: "
+            remedy=f"Install vLLM {', '.join(MINORS)} (or, with a warning, "
+            f"{', '.join(WARNED_MINORS)}), or a newer aqualib. Or try this one: "
             f"`{TRY_CONTRACT}` says what of it has changed; then set {OPT_IN}=vllm-contract.json.",
         )
+    _warn_of_missing_tests(version)
+
+
+@cache
+def _warn_of_missing_tests(version: str) -> None:
+    """Say it once: a scheduler that lends is checked for that, and again for the rest."""
     logger.warning(
         "vLLM %s holds Aqua's import contract, and not all of Aqua's engine tests have run on it",
         version,
