@@ -1,8 +1,9 @@
 """The engines that a run has, as one object: shares go in, answers and losses come out.
 
 A fleet starts engines and carries shares to them; it decides nothing about requests. What is lost
-with an engine is the run's affair (`running`), which alone knows what has been answered. Nodes are
-numbers from 0; one that is lost and comes back, on the same machine or another, keeps its number.
+with an engine is the run's affair (`batch_run`), which alone knows what has been answered. Nodes
+are numbers from 0; one that is lost and comes back, on the same machine or another, keeps its
+number.
 
 `LocalFleet` is one engine in this process. `ray_fleet` has engines on the nodes of a Ray cluster.
 """

@@ -107,7 +107,7 @@ class Metrics:
         )
         self.connections_closed = counter(
             "aqua_coordinator_connections_closed",
-            "Connections closed: late, unread, overlong, or crowded out.",
+            "Connections closed: late, unread, overlong, crowded out, or refused by TLS.",
             ("reason",),
         )
         self.quota_refusals = counter(

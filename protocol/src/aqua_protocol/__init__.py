@@ -8,11 +8,12 @@ Modules, from the ground up:
 
 - `errors`, `units`, `ids`: the vocabulary.
 - `machine`, `lease`, `slab`: who may do what when, as tables.
-- `wire`, `leases`, `members`: REST messages.
+- `wire`, `leases`, `members`, `batches`: REST messages, and `bearer`, how they show a token.
 - `channel`, `capability`: what a consumer and a producer say to each other.
-- `profile`, `problem`, `plan`: what the profiler and the placer write and read.
+- `profile`, `problem`, `plan`, `prediction`: what profiler, placer and simulator write and read.
 - `hardware`, `decoders`: the GPUs and models that planners know by name.
 - `findings`: what `aqua doctor` asks and hears.
+- `settings`: how environment variables are read, and what is said of those that are wrong.
 - `supervision`: the one helper that runs threads and tasks, and starts them again when they crash.
 
 Here are the names that most distributions need; the others come from their modules.

@@ -121,7 +121,7 @@ class Plan(Wire):
     unmatched: list[Unmatched]
     migrations: int = Field(default=0, description="Shards that leave their server.")
     migrations_bound: int = Field(
-        default=0, description="No placement as balanced reaches the target with fewer."
+        default=0, description="Always 0: that fewer would not do is not proven."
     )
     moves: list[Move] = Field(default_factory=list)
     plan_hash: str = ""

@@ -1,6 +1,6 @@
 """The co-serving demo: people's requests in bursts on a real vLLM, an offline file in the gaps.
 
-Four engines meet the same minutes by turns (`co_serving_race`):
+Four engines meet the same minutes by turns (`engines.race`):
 
     online      vLLM as it is, with the online requests alone
     control     another one: how far equal engines are apart is the noise of all figures

@@ -1,4 +1,4 @@
-"""One vLLM as a server runs it, and those who send to it; a child of `co_serving_race`.
+"""One vLLM as a server runs it, and those who send to it; a child of `engines.race`.
 
 The engine core is a process of its own with vLLM's input thread, as behind its API server: what
 arrives while a step runs waits for it. This process sends each request when it is due and notes

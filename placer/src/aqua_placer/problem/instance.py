@@ -3,7 +3,7 @@
 Servers come in classes (the GPUs, their HBM, their links), groups are the units of placement: the
 tensor-parallel shards that must share a server. Sizes are GB per shard, positive for spare and
 negative for need, one column per server class, because a model profiled on 80 GB has 61 GB more to
-spare on a card of 141. Everything is validated on the way in (`reading`), so nothing is checked
+spare on a card of 141. Everything is validated on the way in (`parser`), so nothing is checked
 again here.
 
 Groups with the same shards, sizes and weight are one *type*. Solvers count types rather than

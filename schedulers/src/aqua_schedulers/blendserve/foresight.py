@@ -14,8 +14,8 @@ What else differs from the paper's mode:
 - Memory is not halved into fixed parts. Long requests are admitted when the ramp of their memory
   fits under all others' (`Timeline`), leaving what the left end needs to keep the pace. If the next
   long request does not fit, a shorter one behind it may: this fills the start.
-- Where lengths are estimates, what is observed corrects them (`learning`), and the rest of the
-  pool is sorted anew when a correction changes which end requests belong to.
+- Where lengths are estimates, what is observed corrects them (`length_learner`), and the rest of
+  the pool is sorted anew when a correction changes which end requests belong to.
 
 Source: BlendServe section 2.4 for the bound; the rest is ours.
 """

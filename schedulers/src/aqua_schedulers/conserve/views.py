@@ -124,7 +124,7 @@ class CoServingPlan(NamedTuple):
 
 
 NO_LIMIT: Final = inf
-"""Fixed: the limit of a step without online requests."""
+"""Fixed: a step may take as long as it takes, as one that can be aborted in the paper."""
 
 
 class StepUnderWay(NamedTuple):

@@ -14,8 +14,8 @@ unequal parts of a block, as under an uneven pipeline, the one with the smallest
 blocks that takes.
 
 Promises: a block in use has all of its memory on every rank; a block that is out is used by no
-step, running or queued; at least `keep_blocks` blocks and, when an offer is made,
-`keep_free_blocks` free ones stay, so the longest request fits and goes on. What is given up counts
+step, running or queued; at least `keep_blocks` blocks and, when an offer is made, the free ones
+that the `BlockLimit` keeps stay, so the longest request fits and goes on. What is given up counts
 in whole slabs.
 
 When memory gets short while a shrink still waits for blocks, those that are out and whose memory is
