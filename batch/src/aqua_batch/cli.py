@@ -65,8 +65,7 @@ GpusPerNode = Annotated[
     int | None,
     several(
         min=0,
-        help="GPUs of each engine. Its ranks otherwise, or none in a cluster "
-        "without GPUs.",
+        help="GPUs of each engine. Its ranks otherwise, or none in a cluster without GPUs.",
     ),
 ]
 CpusPerNode = Annotated[int, several(min=1, help="CPUs that Ray keeps for each engine.")]
