@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, Final
 
 import pytest
+from pydantic import SecretStr
 
+from aqua_coordinator.app import Service
+from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store import Ledger, Pipeline, open_pool
 from aqua_protocol import LeaseState
 from aqua_protocol.errors import CapacityError, StoreFullError, StoreUnavailableError
+from harness.asgi import as_json, client_of
 from harness.bounds import HANG_S, until
 from harness.ledger_room import LedgerRoom
 from harness.members_on_paper import PaperConsumer, PaperProducer
@@ -19,6 +25,8 @@ from harness.store_servers import short_directory
 
 IMPATIENT_S = 0.3
 """How long a pipeline waits for replicas that do not come; for Redis itself it has all the time."""
+LONGEST_STORE_TIMEOUT_S: Final = 60.0
+"""As the settings allow."""
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +188,57 @@ async def test_those_who_wait_are_refused_together_and_not_batch_by_batch(
         finally:
             resume(nodes[1])
     assert {type(outcome) for outcome in outcomes} == {StoreUnavailableError}
+
+
+async def test_who_reads_is_answered_behind_those_who_wait_in_vain(
+    room: LedgerRoom, nodes: list[RedisNode]
+) -> None:
+    async with books(nodes[0], 2, replicas_s=IMPATIENT_S) as coordinator:
+        await coordinator.ledger.probe()
+        before = waits(nodes[0])
+        stop(nodes[1])
+        try:
+            # By turns, so that every batch has both.
+            calls: list[Coroutine[Any, Any, object]] = []
+            for number in range(1500):
+                calls.append(coordinator.ledger.producers())
+                calls.append(coordinator.hear(PaperConsumer(name=f"consumer-{number}")))
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            assert waits(nodes[0]) == before + 1
+        finally:
+            resume(nodes[1])
+    assert {type(outcome) for outcome in outcomes[1::2]} == {StoreUnavailableError}
+    assert {type(outcome) for outcome in outcomes[::2]} == {list}
+
+
+async def test_reading_goes_on_while_sweeps_and_reports_wait_for_a_replica_that_is_away(
+    room: LedgerRoom, nodes: list[RedisNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = nodes[0].url
+    settings = CoordinatorSettings(
+        redis_url=SecretStr(url), min_replicas=2, store_timeout_s=LONGEST_STORE_TIMEOUT_S
+    )
+    impatient = partial(Pipeline, replicas_share=IMPATIENT_S / LONGEST_STORE_TIMEOUT_S)
+    monkeypatch.setattr("aqua_coordinator.app.Pipeline", impatient)
+    report = as_json(PaperProducer(revision=9).report())
+    reads, writes = list[int](), list[int]()
+    async with Service(settings, url).running() as service, client_of(service) as http:
+
+        async def write() -> None:
+            enough = waits(nodes[0]) + 6
+            while waits(nodes[0]) < enough:
+                writes.append((await http.put("/v1/producers/producer", json=report)).status_code)
+
+        stop(nodes[1])
+        try:
+            writing = asyncio.create_task(write())
+            while not writing.done():
+                reads.append((await http.get("/v1/producers")).status_code)
+            await writing
+        finally:
+            resume(nodes[1])
+    assert set(reads) == {200}
+    assert set(writes) == {503}
 
 
 async def test_a_master_that_was_replaced_acknowledges_nothing(

@@ -17,8 +17,9 @@ late is dropped, never reused).
 With `min_replicas`, answers of scripts that may write are held back until so many replicas have
 all that was written: one `WAIT` for a batch, behind a write of our own, because it speaks of its
 connection's writes, and a repeated grant is answered with another's. Where replicas fall short, who
-waits is refused and the connection given up: a master without replicas may be one that was demoted
-in its sleep, and Sentinel knows its successor.
+waits for them is refused, those whose turn would come later as well, and the connection given up: a
+master without replicas may be one that was demoted in its sleep, and Sentinel knows its successor.
+Commands that only read have their turn next, on another connection.
 
 Not promised: that a command that failed was not carried out. After a lost connection a batch is
 sent once more, which is sound because every script may be repeated: reports by their revision,
@@ -107,6 +108,10 @@ _DEMOTED: Final = (ReadOnlyError, MasterDownError)
 """What a master says that became a replica: the next connection finds the new one."""
 _NO_FUNCTION: Final = "Function not found"
 _BROKEN: Final = (RedisConnectionError, RedisTimeoutError, OSError, *_DEMOTED)
+
+
+class _ReplicasShortError(TimeoutError):
+    """Fewer replicas than were asked for have what was written."""
 
 
 class Pipeline:
@@ -240,6 +245,9 @@ class Pipeline:
                     if not self._connection.is_connected:
                         await self._connection.connect()
                     await self._exchange(self._connection, batch)
+            except _ReplicasShortError as error:
+                self._refuse_who_waits(batch, store_error(error))
+                await self._hang_up()
             except _BROKEN as error:
                 # A command that Redis is slow at would be slow again: only a lost connection is
                 # worth another try. It is what remains of one after a restart or a failover.
@@ -255,6 +263,24 @@ class Pipeline:
                 await self._hang_up()
             if not batch:
                 break
+
+    def _refuse_who_waits(self, batch: deque[_Command], error: Exception) -> None:
+        """Fail what waits for replicas, of the batch and behind it; the others go on waiting.
+
+        None of these is behind a write any more, so no further wait for replicas holds them up.
+        """
+        commands = [*batch, *self._waiting]
+        batch.clear()
+        self._waiting.clear()
+        for command in commands:
+            if command.waits:
+                command.fail(error)
+            else:
+                self._waiting.append(command)
+        if self._waiting:
+            self._submitted.set()
+        else:
+            self._submitted.clear()
 
     async def _exchange(
         self, connection: AbstractConnection, batch: deque[_Command], *, reloaded: bool = False
@@ -301,7 +327,9 @@ class Pipeline:
         await connection.read_response()
         count = await connection.read_response()
         if count < self._min_replicas:
-            raise TimeoutError(f"{count} replicas have what was written, not {self._min_replicas}")
+            raise _ReplicasShortError(
+                f"{count} replicas have what was written, not {self._min_replicas}"
+            )
 
     def _hand_out(self, answer: Answer, call: list[_Command]) -> None:
         """Give each command its part; that there are no books, or an error, is told to all."""
