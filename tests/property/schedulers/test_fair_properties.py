@@ -115,7 +115,7 @@ def test_without_contention_nobody_is_put_out_and_everyone_starts_at_once(
 def test_measured_rates_never_stop_the_work(
     name: PolicyName, workload: tuple[list[Request], int], link: float
 ) -> None:
-    rates = PagingRates(link, block_bytes=100, prefill_tokens_per_s=500.0, copy_latency_s=1e-3)
+    rates = PagingRates(link, block_bytes=100, prefill_tokens_per_s=500.0)
     run = engine(name, workload, rates=rates, store_blocks=20)
     run.run()
     assert all(each.emitted == each.output_tokens for each in run.requests)

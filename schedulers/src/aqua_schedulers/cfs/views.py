@@ -71,13 +71,11 @@ class PagingRates(NamedTuple):
     Attributes:
         link_bytes_per_s: To and from the page store, each way.
         prefill_tokens_per_s: Of prompts computed alone.
-        copy_latency_s: Fixed cost of a copy, each way.
     """
 
     link_bytes_per_s: float
     block_bytes: int
     prefill_tokens_per_s: float
-    copy_latency_s: float = 0.0
 
     def cheaper_mode(self, request: RequestView, saved_blocks: int = 0) -> PreemptionMode:
         """The cheaper way to bring the request back: out and in over the link, or computed.
@@ -85,7 +83,7 @@ class PagingRates(NamedTuple):
         `saved_blocks` of its blocks need not go out, because they are in the page store already.
         """
         blocks = 2 * request.held_blocks - saved_blocks
-        swap_s = blocks * self.block_bytes / self.link_bytes_per_s + 2 * self.copy_latency_s
+        swap_s = blocks * self.block_bytes / self.link_bytes_per_s
         recompute_s = request.computed_tokens / self.prefill_tokens_per_s
         return PreemptionMode.SWAP if swap_s <= recompute_s else PreemptionMode.RECOMPUTE
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import inf
 from typing import Final
 
 import numpy as np
@@ -19,7 +18,6 @@ class CoServedJob(Job):
     """A request inside the engine.
 
     Attributes:
-        finish_by_s: Deadline of an offline request.
         counted_tokens: Tokens that count as work done; computing one again does not.
         last_emitted_s: When its latest token came.
         abort_count: Compute preemptions that its arrival caused.
@@ -27,7 +25,6 @@ class CoServedJob(Job):
     """
 
     service_class: ServiceClass = ServiceClass.ONLINE
-    finish_by_s: float = inf
     counted_tokens: int = 0
     last_emitted_s: float = field(default=float("nan"))
     abort_count: int = 0
@@ -51,8 +48,7 @@ class CoServedJob(Job):
             self.emitted_tokens,
             self.block_count,
             arrival.output_tokens - self.emitted_tokens,
-            self.finish_by_s,
-            self.is_loading,
+            is_loading=self.is_loading,
         )
 
     def fair_view(self, block_tokens: int) -> RequestView:
