@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
+from datetime import timedelta
 from typing import Any, Final
 
 import numpy as np
@@ -88,9 +89,8 @@ class BatchProgress:
     def _time_left(self) -> str:
         if self.work_done < EARLY_SHARE:
             return "time left unknown"
-        minutes, seconds = divmod(round(self.elapsed_s * (1.0 / self.work_done - 1.0)), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02}:{seconds:02} left"
+        left_s = self.elapsed_s * (1.0 / self.work_done - 1.0)
+        return f"{timedelta(seconds=round(left_s))} left"
 
 
 @dataclass(eq=False)

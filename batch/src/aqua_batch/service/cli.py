@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -40,8 +41,6 @@ LOOK_S: Final = 1.0
 """Seconds between looks at a batch that is waited for. Doubled, its end is told a second later."""
 LOG_EVERY_S: Final = 30.0
 """Seconds between two lines where stderr is no terminal. Doubled, a log says half as often."""
-LONGEST_LINE_BYTES: Final = 64 << 20
-"""Bytes; longer lines are none. Doubled, a file without line ends takes twice the memory."""
 OPTIONS: Final = {
     "endpoint": "--endpoint, or the url of each line",
     "completion_window": "--window",
@@ -412,6 +411,8 @@ def _require_accepted(endpoint: str, window: str, metadata: dict[str, str]) -> N
 
 def _endpoint_of(source: Path) -> str:
     """The URL that the first line names."""
+    from aqua_batch.records import LONGEST_LINE_BYTES
+
     with source.open("rb") as file:
         line = file.readline(LONGEST_LINE_BYTES)
     try:
@@ -433,16 +434,11 @@ def _wait(client: BatchClient, batch_id: str, *, quiet: bool) -> BatchObject:
             ended = counts.completed + counts.failed
             before = ended if before < 0 else before
             rate = (ended - before) / max(1e-9, time.monotonic() - began_s)
-            left = f", {_duration((counts.total - ended) / rate)} left" if rate > 0 else ""
-            note = f"{batch.status}, {_counts(batch)}{left}"
+            note = f"{batch.status}, {_counts(batch)}"
+            if rate > 0:
+                note += f", {timedelta(seconds=round((counts.total - ended) / rate))} left"
             shown.update(done=ended / max(1, counts.total), note=note)
             time.sleep(LOOK_S)
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds_left = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds_left:02}"
 
 
 def _exit_by(batch: BatchObject) -> None:

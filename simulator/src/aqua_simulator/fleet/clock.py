@@ -12,9 +12,10 @@ from typing import Final
 
 from aqua_schedulers.compiled import compiled, compiled_part
 from aqua_simulator.fleet.links import LoanRecord, contend
-from aqua_simulator.fleet.state import BLOCK_TOKENS, NONE, EngineRecord, FleetState
+from aqua_simulator.fleet.state import NONE, EngineRecord, FleetState
 from aqua_simulator.fleet.steps import deliver, extra_planned, free_blocks, plan_ahead, settle
 from aqua_simulator.fleet.waiting_list import blocks_for, enqueue
+from aqua_simulator.serving.setup import BLOCK_TOKENS
 from aqua_simulator.whatif.online import (
     CALM_S,
     LOOK_S,

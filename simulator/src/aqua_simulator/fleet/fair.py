@@ -16,7 +16,6 @@ from jaxtyping import Int32, Int64
 
 from aqua_schedulers.compiled import compiled_part
 from aqua_simulator.fleet.state import (
-    BLOCK_TOKENS,
     NONE,
     RUNNING,
     WAITING,
@@ -25,6 +24,7 @@ from aqua_simulator.fleet.state import (
     SlotRecord,
 )
 from aqua_simulator.fleet.waiting_list import STINT_TOKENS, blocks_for, enqueue, goes_before
+from aqua_simulator.serving.setup import BLOCK_TOKENS
 
 # Fixed by the defaults of `aqua_schedulers.cfs.registry.FairSettings`.
 SLICE_STEPS: Final = 5

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 NONE: Final = -1
 """Fixed: no slot, no engine."""
 
-BLOCK_TOKENS: Final = 16
-"""Tokens of a KV block, vLLM's default. Doubled, memory is reckoned in coarser pieces."""
-
 # Fixed: phases of a slot.
 VACANT: Final = 0
 WAITING: Final = 1

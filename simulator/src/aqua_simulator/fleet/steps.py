@@ -23,7 +23,6 @@ from jaxtyping import Int32
 from aqua_schedulers.compiled import compiled_part
 from aqua_simulator.fleet.fair import begin_step, decide, note_admission, preempt, slice_steps
 from aqua_simulator.fleet.state import (
-    BLOCK_TOKENS,
     NONE,
     RUNNING,
     VACANT,
@@ -34,6 +33,7 @@ from aqua_simulator.fleet.state import (
     SlotRecord,
 )
 from aqua_simulator.fleet.waiting_list import blocks_for, dequeue
+from aqua_simulator.serving.setup import BLOCK_TOKENS
 
 Slots = Sequence[SlotRecord]
 Places = Int32[np.ndarray, " places"]

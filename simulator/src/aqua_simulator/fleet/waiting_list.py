@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from aqua_schedulers.compiled import compiled_part
-from aqua_simulator.fleet.state import BLOCK_TOKENS, NONE, WAITING, EngineRecord, SlotRecord
+from aqua_simulator.fleet.state import NONE, WAITING, EngineRecord, SlotRecord
+from aqua_simulator.serving.setup import BLOCK_TOKENS
 
 STINT_TOKENS: Final = 4
 """Output of each request that goes before all further output: fixed by the default of

@@ -70,6 +70,12 @@ class ScheduledBatch:
         """Tokens that pass the linear operators."""
         return self.decoding_count + sum(chunk.tokens for chunk in self.chunks)
 
+    @property
+    def token_pairs(self) -> float:
+        """Pairs of tokens that attend in prompts."""
+        pairs = (chunk.tokens * (chunk.context + chunk.tokens / 2) for chunk in self.chunks)
+        return sum(pairs, 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class IterationTime:
@@ -233,8 +239,7 @@ def from_data_sheet(gpu: GpuModel, model: DecoderModel, *, width: int = 1) -> It
 
     def attention(batch: ScheduledBatch) -> float:
         read = batch.decode_context_tokens + sum(chunk.context for chunk in batch.chunks)
-        pairs = sum(chunk.tokens * (chunk.context + chunk.tokens / 2) for chunk in batch.chunks)
-        return read * model.kv_bytes_per_token / bytes_per_s + pairs * pair_s
+        return read * model.kv_bytes_per_token / bytes_per_s + batch.token_pairs * pair_s
 
     def head(sampled: int) -> float:
         return head_parameters * BYTES_PER_VALUE / bytes_per_s if sampled else 0.0

@@ -339,8 +339,7 @@ def _counting(time_of: IterationTime, counts: np.ndarray) -> IterationTime:
     """The step times, which add up what the steps have."""
 
     def attention(batch: ScheduledBatch) -> float:
-        pairs = sum(chunk.tokens * (chunk.context + chunk.tokens / 2) for chunk in batch.chunks)
-        counts[:] += 1.0, batch.tokens, batch.decode_context_tokens, pairs
+        counts[:] += 1.0, batch.tokens, batch.decode_context_tokens, batch.token_pairs
         return time_of.attention(batch)
 
     return replace(time_of, attention=attention)

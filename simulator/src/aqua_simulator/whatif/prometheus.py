@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float64, Int64
 from aqua_protocol.bearer import bearer_headers
 from aqua_protocol.errors import ConfigError, UnavailableError
 from aqua_simulator.whatif.cluster import Cluster, EngineShape, InputFinding
-from aqua_simulator.whatif.histograms import drawn_values, is_bound, quantile, tells
+from aqua_simulator.whatif.histograms import Windows, drawn_values, is_bound, quantile, tells
 from aqua_simulator.whatif.recorded_day import ModelLoad, RecordedLoad
 from aqua_simulator.whatif.scrapes import ScrapedCounters
 from aqua_simulator.whatif.step_fit import StepObservations
@@ -50,8 +50,6 @@ takes twice the memory."""
 LOOK_BACK_S: Final = 3600.0
 """Seconds in which scrapes are counted, to know how far apart they are. Doubled, nothing changes.
 """
-
-Windows = Float64[np.ndarray, " windows"]
 
 _FIRST: Final = "vllm:time_to_first_token_seconds"
 _BETWEEN: Final = "vllm:inter_token_latency_seconds"

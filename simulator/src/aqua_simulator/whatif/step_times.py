@@ -133,8 +133,7 @@ class StepCoefficients:
         context_s, pair_s = self.context_s / self.speed, self.pair_s / self.speed
 
         def attention(batch: ScheduledBatch) -> float:
-            pairs = sum(chunk.tokens * (chunk.context + chunk.tokens / 2) for chunk in batch.chunks)
-            return context_s * batch.decode_context_tokens + pair_s * pairs
+            return context_s * batch.decode_context_tokens + pair_s * batch.token_pairs
 
         return IterationTime(
             f"{shape.deployed.name}, fitted",

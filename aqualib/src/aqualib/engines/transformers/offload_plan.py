@@ -95,7 +95,7 @@ def plan_offload(
     budget_bytes: int | None = None,
     resident_layers: int | None = None,
 ) -> OffloadPlan:
-    """Pin as many layers as the limit allows.
+    """Pin as many layers as the limit allows, of which there is one.
 
     Args:
         layer_count: Layers of the model.
@@ -104,13 +104,8 @@ def plan_offload(
         resident_layers: Layer-sized buffers that may exist, the two for streaming included.
 
     Raises:
-        ConfigError: Not exactly one limit, or one too small to stream at all; the message says
-            how much is needed.
+        ConfigError: A limit too small to stream at all; the message says how much is needed.
     """
-    if (budget_bytes is None) == (resident_layers is None):
-        raise ConfigError(
-            "a cache needs exactly one limit", remedy="Pass budget_bytes or resident_layers."
-        )
     full = _resident_bytes(layer_count, 0, shape)
     least = _resident_bytes(STREAM_BUFFERS, layer_count, shape)
     if resident_layers is not None:
