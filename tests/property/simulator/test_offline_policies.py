@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from aqua_protocol.decoders import DECODERS
 from aqua_protocol.hardware import GPUS
+from aqua_schedulers.blendserve.tree import PrefixTree
 from aqua_simulator.offline.cost import StepCost
 from aqua_simulator.offline.engine import OfflineResult, optimal, run
 from aqua_simulator.offline.policies import OfflinePolicy, PlanSettings, policy_for
@@ -30,9 +31,11 @@ def workloads(draw: st.DrawFn) -> OfflineWorkload:
         draw(st.one_of(st.integers(1, 20), st.integers(200, 1500))) for _ in range(request_count)
     ]
     return OfflineWorkload(
-        node_parent=np.array(parents + ends),
-        node_tokens=np.array(tokens + own),
-        leaf=np.arange(node_count, node_count + request_count),
+        PrefixTree.from_segments(
+            np.array(parents + ends),
+            np.array(tokens + own),
+            np.arange(node_count, node_count + request_count),
+        ),
         output_tokens=np.array(outputs),
         known_output=np.array([output >= 200 for output in outputs]),
     )
@@ -72,7 +75,7 @@ def test_no_policy_beats_the_bound_or_the_optimal_sharing(
     result, _ = serve(load, name, room=room)
     bound = optimal(load, COST)
     assert result.makespan_s >= bound.optimal_s * (1 - 1e-9)
-    assert result.end.shared_tokens <= load.prompt_tokens.sum() - load.distinct_prompt_tokens
+    assert result.end.shared_tokens <= load.prompt_tokens.sum() - load.tree.distinct_tokens
 
 
 @settings(max_examples=25, deadline=None)

@@ -85,6 +85,20 @@ def test_a_tree_of_segments_equals_the_tree_of_its_tokens() -> None:
     assert by_segments.inner_count == by_tokens.inner_count
 
 
+def test_segments_of_no_prompt_are_not_in_the_tree() -> None:
+    # 0 is shared; 1 and 2, one under the other, belong to nobody.
+    tree = PrefixTree.from_segments(
+        np.array([-1, 0, 1, 0, 0]), np.array([5, 70, 70, 2, 3]), np.array([3, 4])
+    )
+    assert tree.prompt_tokens.tolist() == [7, 8]
+    assert tree.distinct_tokens == 5 + 2 + 3
+
+
+def test_segments_that_are_no_tree_are_refused() -> None:
+    with pytest.raises(ConfigError, match="lower index"):
+        PrefixTree.from_segments(np.array([-1, 1]), np.array([1, 1]), np.array([1]))
+
+
 def test_an_empty_pool_has_no_tree() -> None:
     with pytest.raises(ConfigError, match="at least one"):
         PrefixTree.from_tokens(np.empty(0, np.int32), np.array([0]))

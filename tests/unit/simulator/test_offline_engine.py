@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from aqua_protocol.decoders import DECODERS
 from aqua_protocol.errors import CapacityError, ConfigError
 from aqua_protocol.hardware import GPUS
 from aqua_schedulers.admission import BatchView, StepPlan
+from aqua_schedulers.blendserve.tree import PrefixTree
 from aqua_simulator.offline.cost import StepCost
 from aqua_simulator.offline.engine import OfflineResult, optimal, run
 from aqua_simulator.offline.workload import OfflineWorkload
@@ -23,9 +25,9 @@ def workload(prompts: Sequence[int], outputs: Sequence[int], *, shared: int = 0)
     """Requests with prompts of their own after `shared` common tokens."""
     count = len(prompts)
     return OfflineWorkload(
-        node_parent=np.array([-1] + [0] * count),
-        node_tokens=np.array([shared, *prompts]),
-        leaf=np.arange(1, count + 1),
+        PrefixTree.from_segments(
+            np.array([-1] + [0] * count), np.array([shared, *prompts]), np.arange(1, count + 1)
+        ),
         output_tokens=np.array(outputs),
         known_output=np.zeros(count, dtype=bool),
     )
@@ -95,9 +97,7 @@ def test_a_prefix_evicted_between_its_users_is_computed_again() -> None:
     parent = np.array([-1, 0, 0, -1])
     tokens = np.array([500, 10, 10, 900])
     load = OfflineWorkload(
-        parent,
-        tokens,
-        leaf=np.array([1, 3, 2]),
+        PrefixTree.from_segments(parent, tokens, np.array([1, 3, 2])),
         output_tokens=np.array([2, 2, 2]),
         known_output=np.zeros(3, dtype=bool),
     )
@@ -182,12 +182,11 @@ def test_usage_adds_up_to_the_run() -> None:
     ("change", "message"),
     [
         ({"output_tokens": np.array([0])}, "at least 1"),
-        ({"node_parent": np.array([-1, 1])}, "lower index"),
         ({"known_output": np.array([0, 0])}, "known_output has 2 rows"),
     ],
 )
-def test_a_workload_that_is_no_tree_is_refused(
-    change: dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]], message: str
+def test_a_workload_whose_lengths_do_not_fit_is_refused(
+    change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(workload([10], [10]), **change)

@@ -110,7 +110,8 @@ def test_a_draw_repeats_with_its_seed() -> None:
     counts = [(BURSTGPT, 500), (MMLU, 300), (OPENVID, 5)]
     one, same, other = draw(counts, seed=1), draw(counts, seed=1), draw(counts, seed=2)
     assert np.array_equal(one.output_tokens, same.output_tokens)
-    assert np.array_equal(one.leaf, same.leaf)
+    assert np.array_equal(one.tree.parent, same.tree.parent)
+    assert np.array_equal(one.tree.edge_tokens, same.tree.edge_tokens)
     assert not np.array_equal(one.output_tokens, other.output_tokens)
 
 

@@ -138,21 +138,29 @@ class PrefixTree:
             end: Segment at which each request's prompt ends, shape (num_requests,).
 
         A segment at which a single request ends and which no other continues becomes that
-        request's leaf.
+        request's leaf. Segments of no prompt are left out.
+
+        Raises:
+            ConfigError: A parent's index is not below its child's.
         """
-        users = np.bincount(end, minlength=len(parent))
-        has_child = np.zeros(len(parent), dtype=bool)
-        has_child[parent[parent >= 0]] = True
-        inner = has_child | (users > 1)
-        number = np.cumsum(inner)  # 0 is the root, so the first inner segment is 1
-        above = np.where(parent >= 0, number[parent], ROOT)
+        if np.any(parent >= np.arange(len(parent))):
+            raise ConfigError("a segment's parent must be a segment of lower index")
+        parent = np.concatenate([[-1], parent + 1]).astype(np.int32)  # All hang on a root.
+        tokens, end = np.concatenate([[0], tokens]), end + 1
+        ends = np.bincount(end, minlength=len(parent)).astype(np.float64)
+        users = ends.copy()
+        _sum_up(parent, users)
+        inner = (users > ends) | (ends > 1)
+        number = np.cumsum(inner) - 1
+        above = number[parent]
+        above[ROOT] = -1
         own = ~inner[end]
         leaf_parent = np.where(own, above[end], number[end])
         leaf_edges = np.where(own, tokens[end], 0)
         return cls(
-            np.concatenate([[-1], above[inner], leaf_parent]).astype(np.int32),
-            np.concatenate([[0], tokens[inner], leaf_edges]).astype(np.int64),
-            int(inner.sum()) + 1,
+            np.concatenate([above[inner], leaf_parent]).astype(np.int32),
+            np.concatenate([tokens[inner], leaf_edges]).astype(np.int64),
+            int(inner.sum()),
         )
 
 

@@ -87,13 +87,11 @@ def optimal(workload: OfflineWorkload, cost: StepCost) -> Bound:
 
     Source: BlendServe sections 2.4 and 5.2: the paper too puts the measured interference into T_o.
     """
-    prompt, output = workload.prompt_tokens, workload.output_tokens
-    tokens = workload.distinct_prompt_tokens + int(output.sum())
+    prompt, output, tree = workload.prompt_tokens, workload.output_tokens, workload.tree
+    tokens = tree.distinct_tokens + int(output.sum())
     # Attention of a prompt tail after a shared head of h tokens: p^2 - h^2, node by node.
-    end = workload.node_depth_tokens
-    start = end - workload.node_tokens
-    squares = end.astype(float) ** 2 - start.astype(float) ** 2
-    squares = float((squares * workload.used_nodes).sum())
+    end = tree.end_tokens.astype(float)
+    squares = float((end**2 - (end - tree.edge_tokens) ** 2).sum())
     compute_s = cost.linear_s_per_token * tokens + cost.prefill_s_per_square_token * squares
     reads = float((prompt * output + output * (output + 1) / 2).sum())
     memory_s = cost.decode_s_per_kv_token * reads

@@ -18,7 +18,6 @@ from aqua_schedulers.blendserve.cost import ResourceCost
 from aqua_schedulers.blendserve.lengths import UNKNOWN, RequestPool, choose_sample
 from aqua_schedulers.blendserve.paper import DENSE_TOKENS
 from aqua_schedulers.blendserve.preparation import BlendMode, prepare
-from aqua_schedulers.blendserve.tree import PrefixTree
 from aqua_simulator.offline.cost import StepCost
 from aqua_simulator.offline.workload import OfflineWorkload
 
@@ -62,7 +61,7 @@ class PlanSettings:
 
 def pool_of(workload: OfflineWorkload, settings: PlanSettings) -> RequestPool:
     """What a planner sees of the workload."""
-    tree = PrefixTree.from_segments(workload.node_parent, workload.node_tokens, workload.leaf)
+    tree = workload.tree
     truth = workload.output_tokens.astype(np.int32)
     unknown = np.full(len(truth), UNKNOWN, np.int32)
     known = unknown

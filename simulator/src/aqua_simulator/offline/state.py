@@ -147,11 +147,11 @@ def handle(state: EngineState) -> EngineState:
 
 def fresh_state(workload: OfflineWorkload, capacity_tokens: int) -> EngineState:
     """An engine before its first step, with all requests pooled."""
-    requests = workload.request_count
+    requests, tree = workload.request_count, workload.tree
     return EngineState(
         prompt=workload.prompt_tokens.astype(np.int64),
         output=workload.output_tokens.astype(np.int64),
-        leaf=workload.leaf.astype(np.int64),
+        leaf=tree.inner_count + np.arange(requests, dtype=np.int64),
         status=np.full(requests, POOLED, np.int32),
         generated=np.zeros(requests, np.int64),
         left=np.zeros(requests, np.int64),
@@ -161,9 +161,7 @@ def fresh_state(workload: OfflineWorkload, capacity_tokens: int) -> EngineState:
         due=empty_lists(requests, int(workload.output_tokens.max()) + 2),
         admitted=empty_lists(requests),
         prefilling=empty_lists(requests),
-        cache=empty_cache(
-            workload.node_parent.astype(np.int32), workload.node_tokens.astype(np.int64)
-        ),
+        cache=empty_cache(tree.parent, tree.edge_tokens),
         finished=np.zeros(requests, np.int32),
         retracted=np.zeros(requests, np.int32),
         finish_s=np.zeros(requests, np.float64),

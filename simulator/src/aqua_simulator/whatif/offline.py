@@ -24,6 +24,7 @@ import numpy as np
 
 from aqua_protocol.errors import ConfigError
 from aqua_schedulers.admission import AdmissionPolicy, BatchView, StepPlan
+from aqua_schedulers.blendserve.tree import PrefixTree
 from aqua_schedulers.cfs import PolicyName, policy_named
 from aqua_schedulers.conserve import (
     ConserveSettings,
@@ -94,10 +95,9 @@ def pool_of(work: OfflineWork, *, longest: int, seed: int) -> OfflineWorkload:
     if work.lengths is not None:
         rows = read_lengths(work.lengths)
         rows = rows[generator.integers(0, len(rows), POOL_REQUESTS)]
+        alone, prompts = np.full(len(rows), -1), np.minimum(rows[:, 0], longest // 2)
         return OfflineWorkload(
-            node_parent=np.full(len(rows), -1),
-            node_tokens=np.minimum(rows[:, 0], longest // 2),
-            leaf=np.arange(len(rows)),
+            PrefixTree.from_segments(alone, prompts, np.arange(len(rows))),
             output_tokens=np.minimum(rows[:, 1], longest // 2),
             known_output=np.zeros(len(rows), dtype=bool),
         )
@@ -109,7 +109,7 @@ def pool_of(work: OfflineWork, *, longest: int, seed: int) -> OfflineWorkload:
     drawn = draw([(known[work.source], POOL_REQUESTS)], seed=seed + 1)
     return replace(
         drawn,
-        node_tokens=np.minimum(drawn.node_tokens, longest // 4),
+        tree=replace(drawn.tree, edge_tokens=np.minimum(drawn.tree.edge_tokens, longest // 4)),
         output_tokens=np.minimum(drawn.output_tokens, longest // 4),
     )
 

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from aqua_protocol.errors import ConfigError
+from aqua_schedulers.blendserve.tree import PrefixTree
 from aqua_simulator.offline.cost import StepCost
 from aqua_simulator.offline.engine import optimal
 from aqua_simulator.offline.workload import OfflineWorkload
@@ -56,10 +57,9 @@ def draw(counts: Sequence[tuple[Source, int]], *, seed: int) -> OfflineWorkload:
         known.append(np.full(count, source.known_output))
     order = np.arange(sum(count for _, count in counts))
     generator.shuffle(order)
+    ends = np.concatenate(leaves)[order]
     return OfflineWorkload(
-        node_parent=np.concatenate(parents).astype(np.int64),
-        node_tokens=np.concatenate(tokens).astype(np.int64),
-        leaf=np.concatenate(leaves)[order].astype(np.int64),
+        PrefixTree.from_segments(np.concatenate(parents), np.concatenate(tokens), ends),
         output_tokens=np.concatenate(outputs)[order].astype(np.int64),
         known_output=np.concatenate(known)[order],
     )
@@ -74,7 +74,7 @@ def _means(source: Source, cost: StepCost) -> Float64[np.ndarray, " 4"]:
     """
     workload = draw([(source, _PROBE_REQUESTS)], seed=0)
     bound = optimal(workload, cost)
-    saved = int(workload.prompt_tokens.sum()) - workload.distinct_prompt_tokens
+    saved = int(workload.prompt_tokens.sum()) - workload.tree.distinct_tokens
     sums = [bound.compute_s, bound.memory_s, saved, workload.total_tokens]
     return np.array(sums) / _PROBE_REQUESTS
 
