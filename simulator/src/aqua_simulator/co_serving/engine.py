@@ -42,7 +42,8 @@ from aqua_schedulers.conserve import (
 from aqua_simulator.co_serving.job import CoServedJob, CoServingRun, StepRecord
 from aqua_simulator.co_serving.link import LinkDirection
 from aqua_simulator.co_serving.spec import CoServingEngineSpec
-from aqua_simulator.co_serving.step import CoServingStep, StepWork, batch_of
+from aqua_simulator.co_serving.step import CoServingStep, StepWork, load_of
+from aqua_simulator.serving.engine import batch_of
 from aqua_simulator.serving.request import Arrival, Phase
 from aqua_simulator.timing.iteration import IterationTime
 
@@ -278,7 +279,7 @@ class CoServingEngine:
     def _launch(
         self, plan: CoServingPlan, work: StepWork, stall_s: float, copied_bytes: float
     ) -> None:
-        batch, load = batch_of(work)
+        batch = batch_of(work)
         # Copies take memory bandwidth from the step.
         spent_s = self.time_of(batch) + copied_bytes / self.spec.hbm_bytes_per_s
         if plan.is_preemptible:
@@ -286,7 +287,7 @@ class CoServingEngine:
             spent_s += groups * self.spec.safepoint_s
         self.result.stalled_s += stall_s
         end_s = self.now_s + stall_s + spent_s
-        self._step = CoServingStep(plan, self.now_s, end_s, load, work, stall_s)
+        self._step = CoServingStep(plan, self.now_s, end_s, load_of(batch), work, stall_s)
 
     # --- Memory ------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from aqua_schedulers.conserve import CoServingPlan, StepLoad, StepUnderWay
 from aqua_simulator.co_serving.job import CoServedJob
 from aqua_simulator.co_serving.spec import CoServingEngineSpec
-from aqua_simulator.timing.iteration import Chunk, ScheduledBatch
+from aqua_simulator.timing.iteration import ScheduledBatch
 
 StepWork = Sequence[tuple[CoServedJob, int]]
 """Requests and the tokens that each computes."""
@@ -59,18 +59,7 @@ class CoServingStep:
         return True
 
 
-def batch_of(work: StepWork) -> tuple[ScheduledBatch, StepLoad]:
-    """What the work is to a clock, and what it is to a step-time profile."""
-    chunks: list[Chunk] = []
-    decoding = context = sampled = 0
-    pairs = 0.0
-    for job, tokens in work:
-        if tokens == 1 and job.emitted_tokens:
-            decoding += 1
-            context += job.computed_tokens + 1
-        else:
-            chunks.append(Chunk(tokens, job.computed_tokens))
-            pairs += tokens * (job.computed_tokens + tokens / 2)
-        sampled += job.computed_tokens + tokens == job.known_tokens
-    batch = ScheduledBatch(tuple(chunks), decoding, context, sampled)
-    return batch, StepLoad(batch.tokens, context, pairs, len(work))
+def load_of(batch: ScheduledBatch) -> StepLoad:
+    """What a batch is to a step-time profile."""
+    requests = batch.decoding_count + len(batch.chunks)
+    return StepLoad(batch.tokens, batch.decode_context_tokens, batch.token_pairs, requests)

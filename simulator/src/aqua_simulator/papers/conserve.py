@@ -24,7 +24,6 @@ from aqua_schedulers.conserve import (
     CoServingPolicyName,
     MeasuredStep,
     Objectives,
-    StepLoad,
     StepTimeProfile,
     co_serving_policy,
     fitted_profile,
@@ -32,6 +31,7 @@ from aqua_schedulers.conserve import (
 from aqua_simulator.co_serving.engine import CoServingEngine
 from aqua_simulator.co_serving.job import CoServingRun
 from aqua_simulator.co_serving.spec import CoServingEngineSpec
+from aqua_simulator.co_serving.step import load_of
 from aqua_simulator.papers.aqua import piecewise_bytes_per_s
 from aqua_simulator.serving.request import Arrival
 from aqua_simulator.serving.setup import kv_block_count
@@ -93,13 +93,7 @@ def steps_of(time_of: IterationTime) -> list[MeasuredStep]:
             continue
         pieces = (Chunk(chunk, context),) if chunk else ()
         batch = ScheduledBatch(pieces, decoding, decoding * mean, decoding + bool(chunk))
-        load = StepLoad(
-            batch.tokens,
-            decoding * mean,
-            chunk * (context + chunk / 2),
-            decoding + bool(chunk),
-        )
-        found.append(MeasuredStep(load, time_of(batch)))
+        found.append(MeasuredStep(load_of(batch), time_of(batch)))
     return found
 
 

@@ -298,21 +298,14 @@ class Engine:
                 budget -= tokens
 
     def _launch(self, chosen: list[tuple[Job, int]]) -> _Step:
-        chunks: list[Chunk] = []
-        decoding = context = 0
+        batch = batch_of(chosen)
         sampled: list[tuple[Job, int]] = []
         for job, tokens in chosen:
-            if tokens == 1 and job.emitted_tokens > 0:
-                decoding += 1
-                context += job.computed_tokens + 1
-            else:
-                chunks.append(Chunk(tokens, job.computed_tokens))
             job.computed_tokens += tokens
             if job.computed_tokens == job.known_tokens:
                 job.emitted_tokens += 1
                 sampled.append((job, job.emitted_tokens))
             self.memory.publish_prefix(job)
-        batch = ScheduledBatch(tuple(chunks), decoding, context, len(sampled))
         spent = self.time_of(batch) * self.slowdown + self.shared_token_s * batch.tokens
         self.token_count += batch.tokens
         if self._copy_tokens and self.store is not None:
@@ -378,6 +371,20 @@ class Engine:
                         self.store.take(job.paged_tokens)
                 self.policy.removed(job.arrival.request_id)
                 self.finished.append(job.served())
+
+
+def batch_of(work: Iterable[tuple[Job, int]]) -> ScheduledBatch:
+    """What a step computes that gives these requests so many tokens each."""
+    chunks: list[Chunk] = []
+    decoding = context = sampled = 0
+    for job, tokens in work:
+        if tokens == 1 and job.emitted_tokens:
+            decoding += 1
+            context += job.computed_tokens + 1
+        else:
+            chunks.append(Chunk(tokens, job.computed_tokens))
+        sampled += job.computed_tokens + tokens == job.known_tokens
+    return ScheduledBatch(tuple(chunks), decoding, context, sampled)
 
 
 def serve_routed(engines: Sequence[Engine], arrivals: Iterable[Arrival]) -> list[Served]:
