@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, insert
 
+from aqua_batch.batch_run import BatchProgress
 from aqua_batch.service.progress import ENDED_SHOWN, BatchRates, ended_by_batch, overview
 from aqua_batch.service.rows.database import Database
 from aqua_batch.service.rows.schema import BATCHES
@@ -147,3 +148,17 @@ async def test_a_service_without_batches_says_so(tmp_path: Path, tenant: str | N
     found = await database.read(look)
     assert (found.batches, found.counts, found.open_requests) == ([], {}, 0)
     database.close()
+
+
+@pytest.mark.parametrize(
+    ("work_done", "text"),
+    [
+        (0.0, "time left unknown"),
+        (0.5, "1:02:03 left"),
+        (1.0, "0:00:00 left"),
+        (1 / 41, "1 day, 17:22:00 left"),
+    ],
+)
+def test_a_run_tells_its_time_left_by_work(work_done: float, text: str) -> None:
+    run = BatchProgress(3, 9, work_done, running=1, nodes=1, elapsed_s=3723.0)
+    assert str(run) == f"3 of 9 requests, {text}"
