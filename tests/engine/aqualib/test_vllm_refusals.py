@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from aqua_protocol import ConfigError
 from aqualib.engines.vllm import AquaScheduler, LendingScheduler, LendingWorker
 from aqualib.engines.vllm.contract import check
-from aqualib.engines.vllm.contract.versions import MINORS, TRY_CONTRACT
+from aqualib.engines.vllm.contract.versions import MINORS, TRY_CONTRACT, WARNED_MINORS
 from aqualib.engines.vllm.lending import scheduler
 from aqualib.engines.vllm.lending.memory import HostKvMemory, lendable_cache
 from aqualib.transports.host_pages import PAGE_BYTES
@@ -62,7 +62,9 @@ def test_a_version_that_nobody_has_tried(
     monkeypatch.setattr(vllm, "__version__", "0.34.0")
     said = refusal(lambda: kind(config()))
     assert "vLLM 0.34.0 is not supported" in said
-    assert f"Install vLLM {', '.join(MINORS)}, or" in said
+    assert (
+        f"Install vLLM {', '.join(MINORS)} (or, with a warning, {', '.join(WARNED_MINORS)})" in said
+    )
 
 
 def sources_of_vllm(place: Path) -> Path:
