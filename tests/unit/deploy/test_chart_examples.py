@@ -12,20 +12,26 @@ import yaml
 
 import aqualib.engines.vllm as for_vllm
 from aqualib.engines.vllm.options import read_options
+from harness.engine_values import can_borrow, flags_of
 from harness.source_tree import ROOT
 
 EXAMPLES: Final = sorted((ROOT / "helm" / "aqua" / "examples").glob("*.yaml"))
 
 
-def flags() -> Iterator[tuple[str, str, str]]:
-    """The flags of all engines: the example, the name, the value."""
+def engines() -> Iterator[tuple[str, dict[str, Any]]]:
+    """All engines, each with the name of its example."""
     for path in EXAMPLES:
         values: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
         for server in values.get("servers", {}).values():
             for engine in server["engines"].values():
-                for flag in engine["args"]:
-                    name, _, value = flag.partition("=")
-                    yield path.stem, name, value
+                yield path.stem, engine
+
+
+def flags() -> Iterator[tuple[str, str, str]]:
+    """The flags of all engines: the example, the name, the value."""
+    for example, engine in engines():
+        for name, value in flags_of(engine):
+            yield example, name, value
 
 
 def test_classes_that_examples_name_are_there() -> None:
@@ -46,3 +52,9 @@ def test_options_that_examples_give_are_taken(example: str) -> None:
     options = read_options(given.pop("kv_connector_extra_config", {}))
     assert given == {"kv_role": "kv_both"}
     assert (options.co_serving is not None) == (example == "co-serving")
+
+
+def test_every_consumer_of_an_example_can_borrow() -> None:
+    consumers = [(example, engine) for example, engine in engines() if engine["role"] == "consumer"]
+    assert {example for example, _ in consumers} >= {"co-serving", "dra", "host-namespaces"}
+    assert [example for example, engine in consumers if not can_borrow(engine)] == []
