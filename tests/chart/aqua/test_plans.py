@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
+import re
+import subprocess
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import yaml
 
 from aqua_placer.budget import Budget
 from aqua_placer.problem.families import generate
@@ -15,10 +20,25 @@ from aqua_placer.problem.request import Request
 from aqua_placer.relocate.relocation import Relocation, relocate
 from aqua_placer.rollout.kubernetes import RenderedPlan, render_plan
 from aqua_placer.rollout.mapping import ClusterMapping
+from aqua_placer.rollout.positions import positions_after
 from aqua_placer.solve.placement import place
 from aqua_protocol.plan import Plan
+from harness.bounds import HANG_S
 from harness.changed_problems import churned
-from harness.chart import EXAMPLES, Manifest, containers, merged, pods, refusal, render, the_one
+from harness.chart import (
+    EXAMPLES,
+    HELM,
+    REGISTRY,
+    ROOT,
+    Manifest,
+    containers,
+    merged,
+    pods,
+    refusal,
+    render,
+    the_one,
+)
+from harness.kubernetes_api import KubernetesApi
 from harness.manifest_rules import Schemas, name_faults, reference_faults
 
 SCHEMAS: Final = Schemas()
@@ -121,6 +141,47 @@ def test_each_step_restarts_what_moves_and_nothing_else() -> None:
             assert of == {plan.moves[step - 1].group}
         before = now
         assert made.claims == claims, "a claim cannot be changed"
+
+
+def test_the_upgrade_of_the_page_leaves_no_engine_in_its_place_of_before(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "operations" / "plans.md").read_text()
+    printed = re.findall(r"^(?:\$ )?(helm upgrade .*)", page, re.MULTILINE)
+    assert len(printed) == 2
+    # This API runs no pods that one could wait for, and has no schemas.
+    (line,) = {line.removesuffix(" --wait") for line in printed}
+    command = f"{line} --install --disable-openapi-validation"
+    (tmp_path / "helm").symlink_to(ROOT / "helm")
+    (tmp_path / "release.yaml").write_text(yaml.safe_dump({"image": {"registry": REGISTRY}}))
+    _, plan = planned("tpmix")
+    with KubernetesApi() as api:
+        environment = {
+            **os.environ,
+            "PATH": f"{HELM.parent}:{os.environ['PATH']}",
+            "KUBECONFIG": str(api.write_kubeconfig(tmp_path / "kubeconfig", "aqua")),
+            **{f"HELM_{name}_HOME": str(tmp_path / name) for name in ("CACHE", "CONFIG", "DATA")},
+        }
+        for step in (0, 1, len(plan.moves)):
+            rendered("tpmix", "dra", exact=False, step=step).write(tmp_path / "rendered")
+            done = subprocess.run(
+                ["bash", "-c", command],
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=HANG_S,
+                check=False,
+            )
+            assert done.returncode == 0, (step, done.stderr)
+            places = sorted(
+                (env["AQUA_MEMBER"], meta["labels"]["aqua.dev/server"])
+                for _, meta, spec in pods([*api.released().values()])
+                if meta["labels"]["app.kubernetes.io/component"] == "engine"
+                for env in [{one["name"]: one.get("value") for one in spec["containers"][0]["env"]}]
+            )
+            assert places == sorted(
+                (group, position.server.replace("/", "-"))
+                for group, position in positions_after(plan, step).items()
+            )
 
 
 def test_nodes_of_a_mapping_are_kept_and_its_gpus_claimed() -> None:
