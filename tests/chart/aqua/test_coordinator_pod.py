@@ -180,3 +180,17 @@ def test_the_notes_call_a_server_with_tls_by_a_name_of_its_certificate(tls: str)
     assert "://localhost" not in notes
     assert "--resolve aqua-coordinator.default.svc:7700:127.0.0.1" in notes
     assert ("--key tls.key" in notes) == (tls == "mutual")
+
+
+def test_the_notes_name_the_value_that_admits_a_prometheus_until_something_is_in_it() -> None:
+    watched = {"monitoring": {"mode": "always"}}
+    peer = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+    for more, is_said in (
+        ({}, True),
+        ({"networkPolicy": {"allowFrom": [peer]}}, False),
+        ({"networkPolicy": {"enabled": False}}, False),
+        ({"monitoring": {"mode": "never"}}, False),
+    ):
+        values = merged(watched, more)
+        done = helm("install", "aqua", str(CHART), "--dry-run=client", values=values)
+        assert ("networkPolicy.allowFrom" in done.stdout.partition("NOTES:")[2]) is is_said, more
