@@ -194,3 +194,8 @@ def test_the_notes_name_the_value_that_admits_a_prometheus_until_something_is_in
         values = merged(watched, more)
         done = helm("install", "aqua", str(CHART), "--dry-run=client", values=values)
         assert ("networkPolicy.allowFrom" in done.stdout.partition("NOTES:")[2]) is is_said, more
+
+
+def test_the_pod_of_helm_test_has_the_seconds_that_are_said() -> None:
+    manifests = render({"tests": {"timeoutSeconds": 45}})
+    assert named(manifests, "Pod", "aqua-test")["spec"]["activeDeadlineSeconds"] == 45
