@@ -165,7 +165,7 @@ chaos: $(READY) ## Kill every process at every step, KILLS=1000 times in all; te
 	AQUA_CHAOS_KILLS=$(KILLS) $(TIER) -m chaos tests/chaos $(PYTEST_ARGS)
 
 .PHONY: failover
-failover: $(READY) ## Lose the master of Redis 200 times under load: all of the tier, of which test-slow has a slice
+failover: $(READY) ## Lose the master of Redis 220 times under load: all of the tier, of which test-slow has a slice
 	$(TIER) -m failover tests/failover $(PYTEST_ARGS)
 
 .PHONY: property
