@@ -122,11 +122,16 @@ def _serve(port: str, data_dir: str, library: str) -> None:
     if library:
         source = Path(library).read_text()
         name = source.partition("\n")[0].removeprefix("#!lua name=")
+        # That version did not say whether the books have quotas; the code around it, which is this
+        # version's, reads that at every sweep.
+        count = "count('rightful'"
+        assert source.count(count) == 1, library
+        source = source.replace(count, f"count('quotas', 1)\n{count}")
         released = mock.patch(
             "aqua_coordinator.store.pipeline.load_library", return_value=Library(name, source)
         )
         released.start()
-        # That version kept no history and has no step for it: every sweep that tried would crash.
+        # It kept no history and has no step for it: every sweep that tried would crash.
         mock.patch("aqua_coordinator.store.history.History.keep", mock.AsyncMock()).start()
     sys.argv = ["aqua-coordinator", "serve", "--port", port, "--data-dir", data_dir]
     main()
