@@ -226,7 +226,11 @@ def test_a_real_engine_aborts_steps_while_the_memory_of_its_checkpoints_goes(
     overlaps_steps: bool,
     is_killed: bool,
 ) -> None:
-    going = {"pause_at_step": 60, "await_leased_bytes": WANTED, "overlaps_steps": overlaps_steps}
+    going: dict[str, Any] = {
+        "pause_at_step": 60,
+        "await_leased_bytes": WANTED,
+        "overlaps_steps": overlaps_steps,
+    }
     with VllmProgram(aborted(deep, is_lent=True, **going), **cluster.environment) as program:
         before = program.until("paused")
         assert before["location"] == "peer"
