@@ -241,9 +241,6 @@ class RedisOnPaper:
     def _do_hkeys(self, key: bytes) -> list[bytes]:
         return list(self._get(key) or ())
 
-    def _do_hvals(self, key: bytes) -> list[bytes]:
-        return list((self._get(key) or {}).values())
-
     def _do_hgetall(self, key: bytes) -> list[bytes]:
         return [word for pair in (self._get(key) or {}).items() for word in pair]
 
@@ -286,13 +283,9 @@ class RedisOnPaper:
     def _do_sismember(self, key: bytes, member: bytes) -> int:
         return int(member in (self._get(key) or ()))
 
-    def _do_srandmember(self, key: bytes, count: bytes | None = None) -> Reply:
+    def _do_srandmember(self, key: bytes, count: bytes) -> list[bytes]:
         """The first ones, which are as random as any."""
-        members = list(self._get(key) or ())
-        return members[: int(count)] if count is not None else next(iter(members), None)
-
-    def _do_smembers(self, key: bytes) -> list[bytes]:
-        return list(self._get(key) or ())
+        return list(self._get(key) or ())[: int(count)]
 
     # Sorted sets.
 
@@ -347,10 +340,6 @@ class RedisOnPaper:
             if low == b"-" or pair[1] > low[1:] or (low[:1] == b"[" and pair[1] == low[1:])
         ]
         return _listed(_limited(found, options), options)
-
-    def _do_zrank(self, key: bytes, member: bytes) -> int | None:
-        names = [name for _, name in self._ranked(key)]
-        return names.index(member) if member in names else None
 
     def _do_zcount(self, key: bytes, low: bytes, high: bytes) -> int:
         return len(self._do_zrangebyscore(key, low, high))
@@ -462,9 +451,9 @@ def _entry(entry_id: bytes) -> tuple[int, int]:
 
 
 _READS: Final = frozenset(
-    b"TIME INFO CONFIG EXISTS PTTL GET KEYS HGET HMGET HGETALL SCARD SISMEMBER SMEMBERS ZSCORE "
-    b"HEXISTS HLEN HKEYS HVALS MGET SRANDMEMBER XLEN "
-    b"ZRANGE ZREVRANGE ZRANGEBYSCORE ZREVRANGEBYSCORE ZRANGEBYLEX ZRANK ZCOUNT ZCARD XRANGE "
+    b"TIME INFO CONFIG EXISTS PTTL GET KEYS HGET HMGET HGETALL SCARD SISMEMBER ZSCORE "
+    b"HEXISTS HLEN HKEYS MGET SRANDMEMBER XLEN "
+    b"ZRANGE ZREVRANGE ZRANGEBYSCORE ZREVRANGEBYSCORE ZRANGEBYLEX ZCOUNT ZCARD XRANGE "
     b"XREVRANGE".split()
 )
 _SET_UP: Final = b"""

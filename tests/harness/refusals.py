@@ -10,22 +10,14 @@ if TYPE_CHECKING:
     import pytest
 
 
-def refuse_after(
-    patch: pytest.MonkeyPatch, kind: type, name: str, count: int, *, is_done: bool = False
-) -> None:
-    """Have a method of a class raise `TransportError` from its call number `count` on.
-
-    Args:
-        is_done: It then does its work nevertheless, and raises only then.
-    """
+def refuse_after(patch: pytest.MonkeyPatch, kind: type, name: str, count: int) -> None:
+    """Have a method of a class raise `TransportError` from its call number `count` on."""
     method = getattr(kind, name)
     left = count
 
     def refusing(*args: Any) -> Any:  # noqa: ANN401 - the method's own
         nonlocal left
         if not left:
-            if is_done:
-                method(*args)
             raise TransportError("refused")
         left -= 1
         return method(*args)

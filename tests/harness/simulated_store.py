@@ -23,7 +23,6 @@ from aqua_coordinator.routes import leases, members
 from aqua_coordinator.services import CapabilitySigner, HeartbeatRate, Services
 from aqua_coordinator.settings import CoordinatorSettings
 from aqua_coordinator.store import Ledger, Pipeline
-from aqua_coordinator.store.adoption import AdoptionKeys
 from aqua_coordinator.store.keys import KEYS
 from aqua_coordinator.store.pipeline import SHARING, Argument, store_error
 from aqua_coordinator.store.scripts import SWEEP_PERIOD_S, Library, load_library
@@ -45,7 +44,6 @@ AnswerT = TypeVar("AnswerT")
 Operation = Callable[[Services], Coroutine[Any, Any, AnswerT]]
 
 SETTINGS: Final = CoordinatorSettings(data_dir=Path("/nowhere"), silent_member_s=10.0)
-_ADOPTION: Final = AdoptionKeys([b"the same for all coordinators, 32"])
 ANSWER_WITHIN_S: Final = 2.0
 """How long a member waits for a coordinator."""
 REFUSED_AFTER_S: Final = 0.01

@@ -20,14 +20,6 @@ MODULES: Final = {
 }
 """Modules that steps import, and the packages that have them."""
 
-WISHED: Final = {
-    "matplotlib": "plots",
-    "cupy": "the cuda_ipc transport",
-    "pynvml": "links between GPUs",
-    "triton": "the step of storing kernels",
-}
-"""Modules without which something is left out."""
-
 BRING: Final = """\
 Without a registry, bring wheels along: where there is one, for this machine's Python ({python}),
     pip download --only-binary=:all: --python-version {python} -d wheels {packages}

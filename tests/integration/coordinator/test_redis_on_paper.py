@@ -47,7 +47,6 @@ def _commands(chance: random.Random) -> Iterator[list[str]]:
                 ["HGET", hash_key, name()],
                 ["HMGET", hash_key, name(), name()],
                 ["HGETALL", hash_key],
-                ["HVALS", hash_key],
                 ["HLEN", hash_key],
                 ["HEXISTS", hash_key, name()],
                 ["HDEL", hash_key, name(), name()],
