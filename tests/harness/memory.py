@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aqua_protocol import TransportError
@@ -63,14 +64,13 @@ class CountedMemory(MemfdTransport):
         return slab
 
 
+@dataclass(eq=False)
 class PaperLender:
     """A lender that hears nothing."""
 
-    producer_id = "producer"
-    is_reclaiming = False
-
-    def __init__(self) -> None:
-        self.pace = CopyPace()
+    producer_id: str = "producer"
+    is_reclaiming: bool = False
+    pace: CopyPace = field(default_factory=CopyPace)
 
     def take_back(self, slab: PeerSlab) -> None:
         raise NotImplementedError

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Final, cast
 
-from aqualib.memory.copy_pace import CopyPace
 from aqualib.memory.frame import Frame, FrameState, PeerSlab
 from aqualib.memory.frame_table import FrameTable
 from aqualib.memory.migration_policy import Migration, decide
-from harness.memory import PaperSlab
+from harness.memory import PaperLender, PaperSlab
 
 SLAB_BYTES: Final = 1 << 20
 UNIT_BYTES: Final = 256
 NOW_S: Final = 100.0
-
-
-@dataclass(eq=False)
-class PaperLender:
-    """A lender that only counts."""
-
-    producer_id: str = "producer"
-    is_reclaiming: bool = False
-    pace: CopyPace = field(default_factory=CopyPace)
-    returned: list[PeerSlab] = field(default_factory=list)
-
-    def take_back(self, slab: PeerSlab) -> None:
-        self.returned.append(slab)
-
-    def strand(self, slab: PeerSlab) -> None:
-        raise NotImplementedError
 
 
 class PaperView:

@@ -30,6 +30,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from harness.gpu.provenance import commit_of
+
 STATE: Final = Path("out/repeat/runs.jsonl")
 FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
@@ -66,7 +68,7 @@ def main() -> int:
     if options.suite == bool(options.tests):
         parser.error("name tests, or ask for --suite")
     tests = "make test" if options.suite else " ".join(options.tests)
-    commit = _commit()
+    commit = commit_of(Path())
     for busy in options.busy or [0]:
         missing = options.times - len(_runs(commit, tests, busy))
         with _neighbours(busy):
@@ -76,11 +78,6 @@ def main() -> int:
                 sys.stdout.write(f" ({run.duration_s:.0f} s)\n")
                 sys.stdout.flush()
     return _report(commit)
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _runs(commit: str, tests: str | None = None, busy: int | None = None) -> list[Run]:

@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from aqua_cli.output import say
 from aqua_cli.program import ExitCode
 from aqua_cli.progress import ProgressDisplay, progress
 from aqua_coordinator.store.scripts import CONSTANTS
+from harness.gpu.provenance import commit_of
 from harness.soak_cluster import SoakCluster, new_directory
 from harness.soak_counts import JUDGED, count_all, strange_keys
 from harness.soak_faults import FaultKind, plan
@@ -59,8 +59,9 @@ def main() -> int:
     plants = [plant for plant in options.plant.split(",") if plant]
     if options.hours <= 0 or not set(plants) <= set(PLANTS):
         parser.error("hours are positive, and only what --help lists can be planted")
-    header = {"commit": _commit(), "hours": options.hours, "seed": options.seed, "plants": plants}
-    report = SoakReport(FOLDER / f"{_commit()}-{options.seed}.jsonl", header)
+    commit = commit_of(Path())
+    header = {"commit": commit, "hours": options.hours, "seed": options.seed, "plants": plants}
+    report = SoakReport(FOLDER / f"{commit}-{options.seed}.jsonl", header)
     try:
         with _interruptible():
             failure = _soak(report, quiet=options.json)
@@ -68,11 +69,6 @@ def main() -> int:
         say(f"soak: interrupted after period {report.next_number - 1}; the same command goes on")
         return ExitCode.INTERRUPTED
     return _tell(report, failure, as_json=options.json)
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 @contextlib.contextmanager

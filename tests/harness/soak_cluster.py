@@ -267,18 +267,17 @@ class SoakCluster:
         """End the work, and wait until everything has been given back and is in the books.
 
         Raises:
-            AssertionError: It is not, or the work of a member met what it may not meet.
-            DiedError: A member died by itself.
+            AssertionError: It is not, a member died by itself, or its work met what it may not.
         """
         assert not self._undo, f"faults go on: {list(self._undo)}"
         until(self._are_ready, "the coordinators are ready after the faults")
         for slot in CONSUMERS:
-            self._call(slot, "rest")
+            self.call(slot, "rest")
         for slot in PRODUCERS:
-            self._call(slot, "stop")
+            self.call(slot, "stop")
         until(self._hold_nothing, "consumers give everything back")
         for slot in PRODUCERS:
-            self._call(slot, "settle")
+            self.call(slot, "settle")
         until(lambda: not self._unrest(), lambda: f"at rest: {self._unrest()}")
         for slot in MEMBERS:
             counts = Tally(self._tally_paths[slot]).read()
@@ -291,23 +290,24 @@ class SoakCluster:
         self.accounted = 0
         self.done.clear()
         for slot in MEMBERS:
-            self._call(slot, "begin")
+            self.call(slot, "begin")
 
     def call(self, slot: str, method: str, *arguments: object) -> Any:  # noqa: ANN401 - of the method
-        """Have a service do something, as a control does."""
-        return self._call(slot, method, *arguments)
+        """Have a service do something.
 
-    def get(self, coordinator: str, path: str) -> httpx.Response:
-        """Ask a coordinator, past the proxies."""
-        return self._http.get(f"{self._url(coordinator)}/{path}").raise_for_status()
-
-    def _call(self, slot: str, method: str, *arguments: object) -> Any:  # noqa: ANN401 - of the method
+        Raises:
+            AssertionError: It died by itself, or failed.
+        """
         try:
             return self.processes[slot].call(method, *arguments)
         except DiedError as error:
             raise AssertionError(f"{slot} died by itself") from error
         except Exception as error:
             raise AssertionError(f"{slot}: {error!r}") from error
+
+    def get(self, coordinator: str, path: str) -> httpx.Response:
+        """Ask a coordinator, past the proxies."""
+        return self._http.get(f"{self._url(coordinator)}/{path}").raise_for_status()
 
     def _url(self, coordinator: str) -> str:
         return f"http://127.0.0.1:{self._ports[coordinator]}"
@@ -321,13 +321,13 @@ class SoakCluster:
         return False
 
     def _hold_nothing(self) -> bool:
-        return not any(self._call(slot, "held_slabs") for slot in CONSUMERS)
+        return not any(self.call(slot, "held_slabs") for slot in CONSUMERS)
 
     def _unrest(self) -> dict[str, Any]:
         """What is not as it should be at rest, by what it is; empty when all is."""
         rested = {"offered": OFFERED, "free": OFFERED, "held": 0, "committed": OFFERED}
         found: dict[str, Any] = {
-            slot: state for slot in PRODUCERS if (state := self._call(slot, "state")) != rested
+            slot: state for slot in PRODUCERS if (state := self.call(slot, "state")) != rested
         }
         try:
             views = self.get(COORDINATORS[0], "v1/producers").json()["producers"]

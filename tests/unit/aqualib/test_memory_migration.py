@@ -22,11 +22,11 @@ from aqualib.memory.migration_policy import (
 )
 from aqualib.ranges import Range
 from aqualib.transports.base import MappedSlab
+from harness.memory import PaperLender
 from harness.paper_store import (
     NOW_S,
     SLAB_BYTES,
     UNIT_BYTES,
-    PaperLender,
     PaperStore,
     PaperView,
 )

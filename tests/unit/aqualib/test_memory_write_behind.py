@@ -15,7 +15,8 @@ from aqualib.memory.migration_policy import (
     wake_s,
 )
 from aqualib.ranges import Range
-from harness.paper_store import NOW_S, SLAB_BYTES, UNIT_BYTES, PaperLender, PaperStore
+from harness.memory import PaperLender
+from harness.paper_store import NOW_S, SLAB_BYTES, UNIT_BYTES, PaperStore
 
 
 @pytest.fixture
