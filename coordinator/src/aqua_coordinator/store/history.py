@@ -8,18 +8,15 @@ unreadable in them is passed over.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 from aqua_coordinator.store import Ledger, rows
 from aqua_coordinator.store.keys import KEYS
 from aqua_coordinator.store.member_totals import MemberTotals
 from aqua_coordinator.store.pipeline import Pipeline
 from aqua_protocol.leases import EndedReclaim
-
-EntryT = TypeVar("EntryT")
 
 TRY_EVERY_S: Final = 5.0
 """Half of the time between two samples, so that none is missed by much. Doubled, every other is
@@ -69,8 +66,8 @@ class History:
         Raises:
             UnavailableError: Redis does not answer.
         """
-        entries = await self._range("XRANGE", KEYS["samples"], _id(since_s), "+")
-        return [*_readable(_sample, entries)]
+        found = await self._pipeline.command("XRANGE", KEYS["samples"], _id(since_s), "+")
+        return rows.entries(_sample, found)
 
     async def reclaims(self, since_s: float, limit: int) -> list[PastReclaim]:
         """The latest reclaims that ended since a moment, latest first.
@@ -79,8 +76,8 @@ class History:
             UnavailableError: Redis does not answer.
         """
         name = KEYS["reclaim_history"]
-        entries = await self._range("XREVRANGE", name, "+", _id(since_s), "COUNT", limit)
-        return [*_readable(_past_reclaim, entries)]
+        found = await self._pipeline.command("XREVRANGE", name, "+", _id(since_s), "COUNT", limit)
+        return rows.entries(_past_reclaim, found)
 
     async def latest_events(self, limit: int) -> list[rows.TenantEvent]:
         """The latest events, latest first.
@@ -88,12 +85,8 @@ class History:
         Raises:
             UnavailableError: Redis does not answer.
         """
-        entries = await self._range("XREVRANGE", KEYS["events"], "+", "-", "COUNT", limit)
-        return [*_readable(rows.event, entries)]
-
-    async def _range(self, *words: str | int) -> Sequence[Any]:
-        entries: Sequence[Any] = await self._pipeline.command(*words)
-        return entries
+        found = await self._pipeline.command("XREVRANGE", KEYS["events"], "+", "-", "COUNT", limit)
+        return rows.entries(rows.event, found)
 
 
 def _id(at_s: float) -> str:
@@ -110,11 +103,3 @@ def _past_reclaim(entry_id: bytes, fields: Sequence[bytes]) -> PastReclaim:
     found = rows.entry(fields)
     reclaim = rows.ended_reclaim(found.get("reclaim", ""))
     return PastReclaim(rows.entry_at_s(entry_id), reclaim, found.get("tenant", ""))
-
-
-def _readable(
-    read: Callable[[bytes, Sequence[bytes]], EntryT], entries: Sequence[Any]
-) -> Iterator[EntryT]:
-    for entry in entries:
-        with contextlib.suppress(ValueError):
-            yield read(*entry)

@@ -357,15 +357,10 @@ class Ledger:
 
     async def events(self, *, after: str, limit: int = 256) -> list[rows.TenantEvent]:
         """Events after a position, oldest first; `0` is before the first."""
-        entries = await self._pipeline.command(
+        found = await self._pipeline.command(
             "XRANGE", KEYS["events"], f"({after}", "+", "COUNT", limit
         )
-        events = []
-        for event_id, fields in entries:
-            # What is no event is passed over: a stream goes on behind it.
-            with contextlib.suppress(ValueError):
-                events.append(rows.event(event_id, fields))
-        return events
+        return rows.entries(rows.event, found)
 
     async def last_event_id(self) -> str:
         """Position of the latest event, `0-0` when there is none."""

@@ -6,6 +6,7 @@ Redis speaks bytes and integers; everything above this module speaks the models 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
@@ -222,6 +223,15 @@ def _readable(read: Callable[[Any], RowT], answer: Sequence[Any]) -> list[RowT]:
         except ValueError as error:
             log.warning("an unreadable row of the books is left out", error=str(error))
     return found
+
+
+def entries(read: Callable[[bytes, Sequence[bytes]], RowT], found: Sequence[Any]) -> list[RowT]:
+    """Entries of a stream but those that are not what they should be: a stream goes on behind."""
+    readable = []
+    for each in found:
+        with contextlib.suppress(ValueError):
+            readable.append(read(*each))
+    return readable
 
 
 def nothing(_: Sequence[Any]) -> None:
