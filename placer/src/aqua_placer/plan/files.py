@@ -90,6 +90,11 @@ def placement_of(instance: Instance, plan: Plan) -> tuple[Placement, list[list[i
     return placement, gpus
 
 
+def member_name(group: str, shard: int, shard_count: int) -> str:
+    """Name under which a shard of a group reports."""
+    return group if shard_count == 1 else f"{group}.{shard}"
+
+
 def pairings_of(plan: Plan) -> PlacementPlan:
     """What the coordinator is told.
 
@@ -104,7 +109,7 @@ def pairings_of(plan: Plan) -> PlacementPlan:
     shards = Counter({entry.group: len(entry.gpus) for entry in plan.assignments})
 
     def member(group: str, shard: int) -> str:
-        name = group if shards[group] == 1 else f"{group}.{shard}"
+        name = member_name(group, shard, shards[group])
         if not re.fullmatch(NAME_PATTERN, name) or len(name) > MAX_NAME_LENGTH:
             raise PlanInvalidError(
                 f"{name!r} cannot be the name of a member",

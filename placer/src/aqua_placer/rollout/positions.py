@@ -1,7 +1,6 @@
 """Where a plan's groups are after each of its steps, and under which names they report.
 
-A plan says where groups end up and by which moves; what holds in between follows from both. A group
-of one shard is the member of its own name, shard `i` of a larger one is `name.i`.
+A plan says where groups end up and by which moves; what holds in between follows from both.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from aqua_placer.errors import PlanInvalidError
+from aqua_placer.plan.files import member_name
 from aqua_protocol.plan import Move, Plan
 
 
@@ -53,6 +53,4 @@ def target_of(move: Move) -> Position | None:
 
 def members_of(group: str, shard_count: int) -> list[str]:
     """Names under which a group's shards report, in their order."""
-    if shard_count == 1:
-        return [group]
-    return [f"{group}.{shard}" for shard in range(shard_count)]
+    return [member_name(group, shard, shard_count) for shard in range(shard_count)]
