@@ -256,18 +256,13 @@ def serve(
     ] = None,
 ) -> None:
     """Serve the placer over HTTP."""
-    import ipaddress
-
     import uvicorn
 
+    from aqua_cli.service import is_loopback
     from aqua_placer.service import create_app
     from aqua_protocol import ConfigError
 
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError as error:
-        raise ConfigError(f"{host!r} is not an address", remedy="Use an IP address.") from error
-    if token is None and not loopback:
+    if token is None and not is_loopback(host):
         raise ConfigError(
             f"refusing to serve {host} to anyone",
             remedy="Set AQUA_PLACER_TOKEN, or bind a loopback address.",

@@ -226,3 +226,16 @@ def test_bench_reads_a_folder(problem: Path) -> None:
 def test_a_reader_that_has_left_ends_the_command_without_a_trace(problem: Path) -> None:
     done = into_closed_pipe([*COMMAND, "solve", str(problem), "--json"], 100)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "placer.example"])  # noqa: S104 - it is refused
+def test_only_with_a_token_does_the_service_listen_beyond_loopback(
+    monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    hosts: list[str] = []
+    monkeypatch.setattr("uvicorn.run", lambda _, *, host, **__: hosts.append(host))
+    assert "AQUA_PLACER_TOKEN" in run("serve", "--host", host, code=2).stderr
+    assert not hosts
+    run("serve", "--host", host, "--token", "secret")
+    run("serve", "--host", "localhost")
+    assert hosts == [host, "localhost"]
