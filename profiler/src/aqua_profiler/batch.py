@@ -36,6 +36,7 @@ from aqua_profiler.load.endpoint import KEEPALIVE_S, SHOWN
 from aqua_profiler.measure.memory import MemoryMeter
 from aqua_profiler.spec import BatchSpec
 from aqua_protocol import ConfigError
+from aqua_protocol.bearer import bearer_headers
 from aqua_protocol.profile import ModelProfile, ProfileKind, ProfileLabel, label_of
 
 LEAST_GAIN: Final = 0.05
@@ -305,11 +306,8 @@ class HttpBatchProgram:
         except ValueError as error:
             raise ConfigError(f"the body is not JSON: {error}", remedy="Mend --body.") from error
         self._url, self._body = url, body
-        headers = {"Content-Type": "application/json"}
-        if token:
-            headers["Authorization"] = f"Bearer {token}"
         self._http = httpx.Client(
-            headers=headers,
+            headers={"Content-Type": "application/json"} | bearer_headers(token),
             timeout=TIMEOUT_S,
             follow_redirects=True,
             limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),

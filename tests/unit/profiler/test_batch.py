@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from aqua_profiler.batch import profile_batch, profile_context
+from aqua_profiler.batch import HttpBatchProgram, profile_batch, profile_context
 from aqua_profiler.errors import EndpointError, EndpointGoneError
 from aqua_profiler.measure.memory import meter_for
 from aqua_profiler.spec import BatchSpec
+from aqua_protocol import ConfigError
 from aqua_protocol.profile import ModelProfile, ProfileLabel
 
 GB = 10**9
@@ -90,6 +91,12 @@ def test_a_bug_of_the_program_is_not_taken_for_the_end_of_memory() -> None:
 
     with pytest.raises(ZeroDivisionError):
         _profile(Broken())
+
+
+def test_a_token_that_no_header_carries_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ConfigError, match="no header carries") as caught:
+        HttpBatchProgram("http://127.0.0.1:9", '{"n": "$batch"}', "hunter2\n")
+    assert "hunter2" not in str(caught.value)
 
 
 class Reader:
