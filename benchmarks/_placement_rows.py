@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from _placement_problems import SERVER_GPUS, family, sweep_problems
+from aqua_placer.benchmark import row_of
 from aqua_placer.budget import Budget
 from aqua_placer.errors import SolverUnavailableError
 from aqua_placer.plan.verification import check_plan
@@ -27,31 +28,18 @@ LIMIT_S = 60.0
 Row = dict[str, Any]
 
 
-def solve(instance: Instance, objective: Objective, label: str, seed: int = 0) -> tuple[Plan, Row]:
+def solve(instance: Instance, objective: Objective, label: str) -> tuple[Plan, Row]:
     """Solve, verify, and write the row of the table."""
-    plan = place(instance, Request(objective=objective, seed=seed), Budget(LIMIT_S))
-    verdicts = check_plan(instance, plan)
-    bound = plan.coverage_bound_gb
-    row = {
-        "problem": label,
-        "gpus": instance.servers.total_gpus,
+    plan = place(instance, Request(objective=objective), Budget(LIMIT_S))
+    row = row_of(label, instance, plan) | {
         "objective": objective.value,
-        "value": plan.value,
-        "bound": plan.bound,
-        "gap_percent": 100 * plan.gap,
-        "proven": plan.proven,
-        "coverage_percent": 100 * plan.coverage_gb / bound if bound else 100.0,
-        "balance": plan.balance,
-        "balance_bound": plan.balance_bound,
         "quantum_gb": max(instance.quantum_gb, 1.0),
-        "cpu_s": plan.cpu_seconds,
-        "valid": verdicts.passed,
     }
     say(
         f"{label:28s} {objective.value:9s} value {plan.value:12.2f} bound {plan.bound:12.2f} "
         f"gap {row['gap_percent']:8.4f}% cover {row['coverage_percent']:8.3f}% "
         f"balance {plan.balance:8.2f} cpu {plan.cpu_seconds:7.3f} s "
-        f"{'proven ' if plan.proven else ''}{'' if verdicts.passed else 'INVALID'}"
+        f"{'proven ' if plan.proven else ''}{'' if row['valid'] else 'INVALID'}"
     )
     return plan, row
 

@@ -15,7 +15,7 @@ from aqua_placer.problem.instance import Instance
 from aqua_placer.problem.parser import instance_from, read_problem
 from aqua_placer.problem.request import Request
 from aqua_placer.solve.placement import place
-from aqua_protocol.plan import Objective
+from aqua_protocol.plan import Objective, Plan
 
 SUFFIXES: Final = (".json", ".yaml", ".yml", ".json.gz", ".yaml.gz")
 COLUMNS: Final = (
@@ -55,6 +55,11 @@ def measure(
 ) -> dict[str, Any]:
     """Solve once and verify the plan."""
     plan = place(instance, Request(objective=objective), Budget(time_limit_s))
+    return row_of(label, instance, plan)
+
+
+def row_of(label: str, instance: Instance, plan: Plan) -> dict[str, Any]:
+    """What a table says of a plan, and whether the verifier agrees with it."""
     bound = plan.coverage_bound_gb
     return {
         "problem": label,
