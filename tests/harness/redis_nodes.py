@@ -182,7 +182,11 @@ class RedisNode:
 
 @contextlib.contextmanager
 def replicated(
-    directory: Path, *, replicas: int = 2, environments: dict[int, dict[str, str]] | None = None
+    directory: Path,
+    *,
+    replicas: int = 2,
+    environments: dict[int, dict[str, str]] | None = None,
+    program: str | None = None,
 ) -> Iterator[list[RedisNode]]:
     """A master, first, and its replicas, each in step with it."""
     ports = free_ports(1 + replicas)
@@ -190,7 +194,8 @@ def replicated(
     try:
         for index, port in enumerate(ports):
             environment = (environments or {}).get(index, {})
-            node = RedisNode(directory / f"node-{index}", port, environment=environment)
+            home = directory / f"node-{index}"
+            node = RedisNode(home, port, environment=environment, program=program)
             nodes.append(node)
             lines = ["save ''", "appendonly yes", "appendfsync no", "repl-diskless-sync-delay 0"]
             lines += USERS
