@@ -106,14 +106,6 @@ def collector() -> Iterator[None]:
             process.kill()
 
 
-@contextlib.contextmanager
-def lender(directory: Path, *, traces: bool) -> Iterator[Lender]:
-    """A lender in a process of its own, with or without tracing."""
-    os.environ["AQUA_TRACING"] = str(traces).lower()
-    with Lender(directory / f"{traces}.sock", SLAB_BYTES) as started:
-        yield started
-
-
 def cpu_s(process: int | str, thread: int | str = "*") -> float:
     """Seconds that a process's threads, or one of them, have had a processor; by Linux."""
     tasks = Path("/proc").glob(f"{process}/task/{thread}/schedstat")
@@ -203,7 +195,9 @@ def measure(rounds: int, directory: Path, *, control: bool, quiet: bool) -> Samp
             is_on = traces and not control
             sides[traces] = directory / ("on" if traces else "off")
             sides[traces].mkdir()
-            lenders[traces] = stack.enter_context(lender(sides[traces], traces=is_on))
+            lenders[traces] = stack.enter_context(
+                Lender(sides[traces] / "l.sock", SLAB_BYTES, AQUA_TRACING=str(is_on).lower())
+            )
             aquas[traces] = stack.enter_context(
                 Aqua(
                     "c",
@@ -216,7 +210,7 @@ def measure(rounds: int, directory: Path, *, control: bool, quiet: bool) -> Samp
                 )
             )
             url, pid = stack.enter_context(coordinator(sides[traces], traces=is_on))
-            others[traces] = (lenders[traces].pid, pid)
+            others[traces] = (lenders[traces].process.pid, pid)
             link = stack.enter_context(CoordinatorClient(url, tracer=tracers[traces]))
             links[traces] = link
             producer = PaperProducer("p")
