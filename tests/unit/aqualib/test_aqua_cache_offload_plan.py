@@ -80,6 +80,12 @@ def test_upcoming_layers_are_those_a_decoder_visits_next_and_around_again() -> N
     assert list(plan.upcoming(4)) == [5, 0, 2, 3]
 
 
+@pytest.mark.parametrize("limits", [{}, {"budget_bytes": 1 << 30, "resident_layers": 3}])
+def test_a_plan_needs_exactly_one_limit(limits: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="exactly one limit"):
+        plan_offload(4, SHAPE, **limits)
+
+
 def test_a_single_buffer_cannot_stream() -> None:
     with pytest.raises(ConfigError, match="needs 2 buffers"):
         plan_offload(4, SHAPE, resident_layers=1)

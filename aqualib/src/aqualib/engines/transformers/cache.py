@@ -34,7 +34,12 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 import aqualib
 from aqua_protocol import ConfigError, format_bytes
-from aqualib.engines.transformers.offload_plan import LayerShape, OffloadPlan, plan_offload
+from aqualib.engines.transformers.offload_plan import (
+    LayerShape,
+    OffloadPlan,
+    plan_offload,
+    require_one_limit,
+)
 from aqualib.engines.transformers.storage import LayerStorage
 
 if TYPE_CHECKING:
@@ -88,10 +93,7 @@ class AquaCache(Cache):
         aqua: Aqua | None = None,
         block_tokens: int = DEFAULT_BLOCK_TOKENS,
     ) -> None:
-        if (budget_bytes is None) == (resident_layers is None):
-            raise ConfigError(
-                "a cache needs exactly one limit", remedy="Pass budget_bytes or resident_layers."
-            )
+        require_one_limit(budget_bytes, resident_layers)
         for name, count in (("max_tokens", max_tokens), ("block_tokens", block_tokens)):
             if count < 1:
                 raise ConfigError(f"{name} is {count}", remedy="Pass a positive number.")

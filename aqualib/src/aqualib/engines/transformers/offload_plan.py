@@ -88,6 +88,18 @@ class OffloadPlan:
         return iter(later + [other for other in self.offloaded if other <= layer])
 
 
+def require_one_limit(budget_bytes: int | None, resident_layers: int | None) -> None:
+    """Check that one of the two is given, before there is a shape to plan for.
+
+    Raises:
+        ConfigError: None or both are.
+    """
+    if (budget_bytes is None) == (resident_layers is None):
+        raise ConfigError(
+            "a cache needs exactly one limit", remedy="Pass budget_bytes or resident_layers."
+        )
+
+
 def plan_offload(
     layer_count: int,
     shape: LayerShape,
@@ -95,7 +107,7 @@ def plan_offload(
     budget_bytes: int | None = None,
     resident_layers: int | None = None,
 ) -> OffloadPlan:
-    """Pin as many layers as the limit allows, of which there is one.
+    """Pin as many layers as the limit allows.
 
     Args:
         layer_count: Layers of the model.
@@ -104,8 +116,10 @@ def plan_offload(
         resident_layers: Layer-sized buffers that may exist, the two for streaming included.
 
     Raises:
-        ConfigError: A limit too small to stream at all; the message says how much is needed.
+        ConfigError: Not exactly one limit, or one too small to stream at all; the message says
+            how much is needed.
     """
+    require_one_limit(budget_bytes, resident_layers)
     full = _resident_bytes(layer_count, 0, shape)
     least = _resident_bytes(STREAM_BUFFERS, layer_count, shape)
     if resident_layers is not None:
