@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 
 from aqualib.engines.vllm.paging.async_page_out import AsyncPageOut
 from harness.vllm_disturbances import lives, seeds, wrong
@@ -56,10 +55,7 @@ def test_what_is_preempted_at_a_slices_end_stalls_no_step(model: str, shape: Sha
     swapped = sum(engine.scheduler.paging.counts.saved_blocks for engine in engines)
     assert swapped > 100
     at_once = sum(engine.runner.paged_out_blocks for engine in engines)
-    # Until 0.29 vLLM preempts without asking whether memory is coming free.
-    asks = hasattr(KVConnectorBase_V1, "has_pending_block_frees")
-    most = swapped / 10 if asks else swapped / 6
-    assert at_once < most, "what vLLM itself preempts, because it needs the memory now"
+    assert at_once < swapped / 10, "what vLLM itself preempts, because it needs the memory now"
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

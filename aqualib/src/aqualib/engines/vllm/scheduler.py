@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection
 from typing import Any, ClassVar, Final
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
@@ -57,6 +58,10 @@ SAVING_SHARE: Final = 1 / 8
 """Share of the KV cache that page-outs that no request waits for may hold, by judgement: a request
 that ends gives most of its memory at once. Doubled, more prefixes are kept when many requests end
 together, and those that wait find less memory for as long as that takes."""
+
+
+ASKS_BEFORE_PREEMPTING: Final = hasattr(KVConnectorBase_V1, "has_pending_block_frees")
+"""Whether vLLM itself preempts no request while memory comes free; it does not ask until 0.29."""
 
 
 class AquaScheduler(EvictionScheduler):
@@ -97,6 +102,9 @@ class AquaScheduler(EvictionScheduler):
         self._holding: dict[str, CoServedRequest | None] = {}
         self._preemption_mode = PreemptionMode.SWAP
         self._is_turn = False
+        self._splits_at_blocks = self.need_mamba_block_aligned_split
+        if self.paging is not None and not ASKS_BEFORE_PREEMPTING:
+            self.need_mamba_block_aligned_split = True
         self._remaining_blocks = _RemainingBlocks(super()._request_remaining_blocks)
         # What vLLM calls; for an attribute of the instance, a look costs no call of ours.
         self._request_remaining_blocks = self._remaining_blocks.__getitem__
@@ -165,6 +173,29 @@ class AquaScheduler(EvictionScheduler):
         if len(self.running) + loading_count != len(self._holding):
             self._note_admissions(known_count)
         return output
+
+    def _mamba_block_aligned_split(
+        self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any
+    ) -> int:
+        """Tokens that a request takes in this step; none while its memory is coming free."""
+        if not ASKS_BEFORE_PREEMPTING and self._is_memory_coming(request, num_new_tokens):
+            return 0
+        if self._splits_at_blocks or self.co_serving is not None:
+            return super()._mamba_block_aligned_split(request, num_new_tokens, *args, **kwargs)
+        return num_new_tokens
+
+    def _is_memory_coming(self, request: Any, tokens: int) -> bool:
+        """Whether a running request finds no block for so many tokens, and will in a moment."""
+        if self.paging is None or not self.paging.freeing_blocks:
+            return False
+        if request.status != RequestStatus.RUNNING:
+            return False
+        end = request.num_computed_tokens + tokens + self.num_lookahead_tokens
+        missing = sum(
+            max(0, -(-end // each.block_size) - len(each.req_to_blocks.get(request.request_id, ())))
+            for each in self._managers
+        )
+        return missing > self.kv_cache_manager.block_pool.get_num_free_blocks()
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """A step has ended."""
