@@ -26,8 +26,8 @@ want more memory than there is: first tokens come sooner, and answers pause.
 An online request that arrives aborts the step of offline work that runs: `step_aborts` is how many
 were, `aborts_per_online_request_max` how many for one request, and `abort_safepoint_intervals` how
 many intervals between two of its safepoints an aborted step took to stop, on average: 2 at most,
-and what it takes to tell the scheduler. `negative_control_differs`: with zeros in the place of
-checkpoints answers differ.
+and what it takes to tell the scheduler; `late_aborts` took more than 2.
+`negative_control_differs`: with zeros in the place of checkpoints answers differ.
 
 Five loads of 500 requests take hours on two cores. With `--records FILE` each load is kept when it
 has ended, and a run goes on with those that are missing.
@@ -252,6 +252,7 @@ def compare(runs: dict[str, Run]) -> dict[str, float | None]:
         "step_aborts": ours["counted"].get("aqua:step_aborts_total", 0),
         "aborts_per_online_request_max": ours["levels"].get("aqua:step_aborts_per_arrival", 0),
         "abort_safepoint_intervals": abort_intervals(ours["counted"]),
+        "late_aborts": ours["counted"].get("aqua:step_aborts_late_total", 0),
     }
 
 
@@ -270,7 +271,8 @@ def summarize(found: dict[str, dict[str, float | None]]) -> dict[str, Any]:
     summary: dict[str, Any] = {
         key: statistics.median(values) if values else None for key, values in columns.items()
     }
-    for key in ("differing_answers", "online_victims", "offline_preemptions", "step_aborts"):
+    counts = ("differing_answers", "online_victims", "offline_preemptions", "step_aborts")
+    for key in (*counts, "late_aborts"):
         summary[key] = sum(columns[key])
     summary["aborts_per_online_request_max"] = max(columns["aborts_per_online_request_max"])
     summary["worst"] = {

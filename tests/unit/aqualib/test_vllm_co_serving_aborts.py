@@ -51,6 +51,7 @@ def test_a_step_that_can_be_aborted_keeps_to_a_budget_and_says_where_it_may_stop
     served.aborts.ended(is_aborted=True)
     served.aborted(output)
     assert served.totals()["step_aborts"] == served.totals()["online_arrivals"] == 1
+    assert served.totals()["step_aborts_late"] == 1, "asked for in the first second of the clock"
     assert served.totals()["co_serving_without_aborts"] == 0.0
     assert not served.totals()["offline_tokens"], "nothing of it counts"
     served.aborts.close()
@@ -111,6 +112,7 @@ def test_a_step_whose_requests_were_aborted_twice_is_short_runs_through_and_may_
         plan, order = step_of(served, aborts=True)
         assert plan.expected_s > 0.2
         assert order is not None
+    assert served.totals()["step_aborts_late"] == 0, "nobody waited"
     plan, order = step_of(served, aborts=False)
     assert order is None
     assert 0.08 < plan.expected_s <= 0.1, "a tenth of a second"

@@ -113,6 +113,7 @@ class CoServingTotals:
             "step_aborts": aborts.aborts,
             "step_abort_seconds": aborts.seconds,
             "step_abort_safepoint_seconds": aborts.safepoint_s,
+            "step_aborts_late": aborts.late,
             "step_abort_tokens": aborts.tokens,
             "step_aborts_per_arrival": aborts.most_per_arrival,
             "offline_tokens": self.counts.offline_tokens,

@@ -84,6 +84,7 @@ class AbortCounts:
         seconds: From the arrival to the output of the aborted step, added up.
         safepoint_s: Between two safepoints of an aborted step, added up: an abort takes two at
             most, and what it takes to tell the scheduler.
+        late: Aborts that took longer than two of these times.
         tokens: That were computed in vain, at most.
         arrivals: Online requests that were heard of.
         most_per_arrival: Steps that one of them aborted, at most.
@@ -92,6 +93,7 @@ class AbortCounts:
     aborts: int = 0
     seconds: float = 0.0
     safepoint_s: float = 0.0
+    late: int = 0
     tokens: int = 0
     arrivals: int = 0
     most_per_arrival: int = 0
@@ -248,6 +250,7 @@ class StepAborts:
             self.counts.aborts += 1
             self.counts.seconds += now_s - asked_s
             self.counts.safepoint_s += step.safepoint_s
+            self.counts.late += now_s - asked_s > 2 * step.safepoint_s
             self.counts.tokens += sum(step.tokens.values())
             self._fruitless.update(list(step.tokens))
         else:

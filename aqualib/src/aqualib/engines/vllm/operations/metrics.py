@@ -44,6 +44,7 @@ COUNTERS: Final = {
     "online_answers_in_time": "Of these, those with tpot_s or less between tokens, in the mean.",
     "offline_requests_ended": "Offline requests that ended: answered, or left by their clients.",
     "step_aborts": "Steps of offline work that an online request's arrival aborted.",
+    "step_aborts_late": "Of these, those that took longer than two times between safepoints.",
     "step_abort_seconds": "From such an arrival until its step had stopped, added up.",
     "step_abort_safepoint_seconds": "Between two safepoints of an aborted step, added up.",
     "step_abort_tokens": "Tokens of aborted steps, which are computed again.",
