@@ -59,7 +59,10 @@ class CountingServer:
         self._process.wait(HANG_S)
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """How often each prompt began, ended, was broken off, and was said to be of a class."""
+        """How often each prompt began, ended, was broken off, and was said to be of a class.
+
+        And how often a deadline was told, by its seconds.
+        """
         found: dict[str, dict[str, int]] = self._http.get("/counts").json()
         return found
 
@@ -78,7 +81,7 @@ class CountingServer:
 
 class _Counts:
     def __init__(self) -> None:
-        kinds = ("began", "ended", "gone", "offline", "online")
+        kinds = ("began", "ended", "gone", "offline", "online", "deadlines")
         self.of: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
         self.changed = asyncio.Condition()
 
@@ -122,6 +125,8 @@ class _Engine:
         await self.counts.add("began", prompt)
         if told := request.headers.get("x-aqua-class"):
             await self.counts.add(told, prompt)
+        if finish_in_s := request.headers.get("x-aqua-finish-in"):
+            await self.counts.add("deadlines", finish_in_s)
         match prompt.partition(" ")[0]:
             case "hold" if not await self._wait_for_release(request, prompt.split()[1]):
                 await self.counts.add("gone", prompt)

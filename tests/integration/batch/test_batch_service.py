@@ -54,6 +54,24 @@ def test_a_batch_runs_as_in_openais_example(client: openai.OpenAI) -> None:
     assert ended.error_file_id is None
 
 
+@pytest.mark.parametrize("tells", [False, True])
+def test_engines_are_told_by_when_a_batch_expires_if_the_operator_says_so(
+    tmp_path: Path, *, tells: bool
+) -> None:
+    with (
+        CountingServer() as engine,
+        BatchServiceProcess(tmp_path, [engine.url], engine_deadlines=str(tells)) as service,
+    ):
+        client = service.client()
+        batch = wait_until(client, submit(client, [chat_line("a", "prompt")]).id)
+        assert batch.expires_at
+        window_s = batch.expires_at - batch.created_at
+        told = [float(seconds) for seconds in engine.counts()["deadlines"]]
+    assert len(told) == tells
+    assert all(0 < seconds <= window_s for seconds in told)
+    assert all(seconds > window_s / 2 for seconds in told), "it was sent at once"
+
+
 def test_every_outcome_is_in_one_of_the_two_files(client: openai.OpenAI) -> None:
     good = [chat_line("fine", "fine"), chat_line("again", "shaky at first")]
     refused = chat_line("refused", "refuse this")

@@ -24,7 +24,7 @@ DAY_S = 86_400
 
 def requests(tenant: str, batch: int, count: int) -> list[LeasedRequest]:
     return [
-        LeasedRequest(batch, line, f"{line}", tenant, "/v1/completions", "key", 0, 1, 1, 0)
+        LeasedRequest(batch, line, f"{line}", tenant, "/v1/completions", "key", 0, 1, 1, 0, 0)
         for line in range(count)
     ]
 

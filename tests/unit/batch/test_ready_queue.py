@@ -7,7 +7,7 @@ from aqua_batch.service.rows.request_rows import LeasedRequest
 
 
 def ready(model: str, line: int, batch: int = 1) -> ReadyRequest:
-    request = LeasedRequest(batch, line, f"{line}", "t", "/v1/completions", "k", 0, line, 1, 0)
+    request = LeasedRequest(batch, line, f"{line}", "t", "/v1/completions", "k", 0, line, 1, 0, 0)
     return ReadyRequest(request, b"{}", model)
 
 

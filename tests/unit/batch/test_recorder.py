@@ -14,7 +14,7 @@ LIFE_S: Final = 0.2
 
 
 def outcome(line: int) -> RequestOutcome:
-    request = LeasedRequest(1, line, f"{line}", "t", "/v1/completions", "k", 0, 1, 1, 0)
+    request = LeasedRequest(1, line, f"{line}", "t", "/v1/completions", "k", 0, 1, 1, 0, 0)
     return RequestOutcome(request, is_answer=True, record=b"{}")
 
 

@@ -75,6 +75,7 @@ class BatchService:
             api_key=None if key is None else key.get_secret_value(),
             timeout_s=settings.request_timeout_s,
             ttft_s=settings.engine_ttft_s,
+            tells_deadlines=settings.engine_deadlines,
         )
         database = Database(settings.database)
         dispatcher = Dispatcher(

@@ -91,6 +91,12 @@ class BatchSettings(BaseSettings):
         description="Mean time to the first token above which an engine that tells it (vLLM) gets "
         "fewer. Unset: its queue and memory alone decide.",
     )
+    engine_deadlines: bool = Field(
+        default=False,
+        description="Tell engines by when each request's batch expires (x-aqua-finish-in). One "
+        "that co-serves takes the nearest first, and lets what would be late lengthen the steps of "
+        "online answers up to its tpot_s.",
+    )
     order: Policy = Field(
         Policy.FORESIGHT,
         description="In what order requests of a batch run: BlendServe's (foresight, paper), or "

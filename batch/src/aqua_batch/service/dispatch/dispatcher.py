@@ -315,7 +315,9 @@ class Dispatcher:
     async def _run(self, ready: ReadyRequest, engine: EngineEndpoint) -> None:
         request = ready.request
         try:
-            answer = await self._engines.ask(engine, request.endpoint, ready.body)
+            answer = await self._engines.ask(
+                engine, request.endpoint, ready.body, expires_s=request.expires_s
+            )
         except EngineAbsentError:
             self._ready.put_back(ready)
         except EngineFailedError as error:

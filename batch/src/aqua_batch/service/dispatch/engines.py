@@ -64,6 +64,10 @@ LONGEST_METRICS_BYTES: Final = 8 << 20
 """Bytes; vLLM tells some 100 KiB. Doubled, an engine gone mad may take twice the memory."""
 CLASS_HEADER: Final = "x-aqua-class"
 """Fixed, as part of the interface of engines that co-serve; others pass over it."""
+DEADLINE_HEADER: Final = "x-aqua-finish-in"
+"""Likewise; seconds from now on."""
+LONGEST_DEADLINE_S: Final = 28 * 24 * 3600
+"""Fixed, likewise: what is later is refused, and so is what has passed."""
 
 OK: Final = 200
 """Fixed by HTTP."""
@@ -175,6 +179,7 @@ class EnginePool:
         api_key: For the engines, if they want one.
         timeout_s: How long an answer may take.
         ttft_s: Mean time to the first token above which an engine has too much to do.
+        tells_deadlines: Whether engines are told by when requests are wanted.
         clock_s: Monotonic.
         resolve: Looks names up.
     """
@@ -187,6 +192,7 @@ class EnginePool:
         api_key: str | None,
         timeout_s: float,
         ttft_s: float | None = None,
+        tells_deadlines: bool = False,
         clock_s: Callable[[], float] = time.monotonic,
         resolve: Resolve = resolve,
     ) -> None:
@@ -202,6 +208,7 @@ class EnginePool:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
         self._ttft_s = ttft_s
+        self._tells_deadlines = tells_deadlines
         self._clock_s = clock_s
         self._session: aiohttp.ClientSession | None = None
 
@@ -368,14 +375,20 @@ class EnginePool:
         except (TimeoutError, aiohttp.ClientError) as error:
             raise EngineFailedError(f"the engine broke off: {type(error).__name__}") from None
 
-    async def ask(self, engine: EngineEndpoint, path: str, body: bytes) -> EngineAnswer:
-        """Have an engine run an offline request.
+    async def ask(
+        self, engine: EngineEndpoint, path: str, body: bytes, *, expires_s: float
+    ) -> EngineAnswer:
+        """Have an engine run an offline request, which is of no use after a Unix time.
 
         Raises:
             EngineAbsentError: It has not run; the engine rests now.
             EngineFailedError: It failed or broke off.
         """
-        response = await self.open(engine, path, body, {CLASS_HEADER: "offline"})
+        headers = {CLASS_HEADER: "offline"}
+        if self._tells_deadlines:
+            left_s = round(expires_s - time.time())
+            headers[DEADLINE_HEADER] = str(min(max(1, left_s), LONGEST_DEADLINE_S))
+        response = await self.open(engine, path, body, headers)
         try:
             engine.absences = 0 if response.status not in OVERLOADED else engine.absences
             content = await _read(response, LONGEST_ANSWER_BYTES)

@@ -75,6 +75,7 @@ class LeasedRequest:
         input_key, start, size: Where its text lies.
         generation: What its outcome has to name.
         attempts: How often an engine failed at it.
+        expires_s: Unix time at which its batch expires.
     """
 
     batch: int
@@ -87,6 +88,7 @@ class LeasedRequest:
     size: int
     generation: int
     attempts: int
+    expires_s: int
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -316,9 +318,8 @@ def lease_requests(
         )
         for line, custom_id, start, size, generation, attempts in connection.execute(waiting):
             place = (endpoint, input_key, start, size)
-            candidates[model].append(
-                LeasedRequest(batch, line, custom_id, tenant, *place, generation + 1, attempts)
-            )
+            life = (generation + 1, attempts, expires_s)
+            candidates[model].append(LeasedRequest(batch, line, custom_id, tenant, *place, *life))
             found[tenant, model] += 1
     busy = Counter(running)
     chosen: list[LeasedRequest] = []
