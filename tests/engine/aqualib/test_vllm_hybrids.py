@@ -38,6 +38,8 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
     "mistral": {"num_gpu_blocks_override": 18},
     "deepseek-v2": {
         "num_gpu_blocks_override": 48,
+        # The other one for CPUs, which those with AMX get, takes no float32.
+        "attention_config": {"backend": "CPU_MLA"},
         # With vLLM's operator for CPUs, answers of latent attention hang on what shares the step.
         "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
     },
