@@ -33,7 +33,7 @@ recorded. No version was run on a GPU.
 
 Without a warning starts vLLM {", ".join(MINORS)}: at least the tests of schedulers, paging (with
 its prefix tier) and lending pass there, by the records below or, on {NEWEST}, because all engine
-tests run on it before a change lands. With a warning start {WARNED}.
+tests run on it before a change lands. With a warning: {WARNED}.
 
 An engine compares the functions that it runs with the nearest of these versions as it starts. Where
 some read differently, in a patch release or a fork, it names them in its log, and starts.

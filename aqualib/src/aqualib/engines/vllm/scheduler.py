@@ -186,16 +186,19 @@ class AquaScheduler(EvictionScheduler):
 
     def _is_memory_coming(self, request: Any, tokens: int) -> bool:
         """Whether a running request finds no block for so many tokens, and will in a moment."""
-        if self.paging is None or not self.paging.freeing_blocks:
+        if self.paging is None or not self.paging.is_saving:
             return False
         if request.status != RequestStatus.RUNNING:
             return False
+        name = request.request_id
         end = request.num_computed_tokens + tokens + self.num_lookahead_tokens
         missing = sum(
-            max(0, -(-end // each.block_size) - len(each.req_to_blocks.get(request.request_id, ())))
+            max(0, -(-end // each.block_size) - len(each.req_to_blocks.get(name, ())))
             for each in self._managers
         )
-        return missing > self.kv_cache_manager.block_pool.get_num_free_blocks()
+        if missing <= self.kv_cache_manager.block_pool.get_num_free_blocks():
+            return False
+        return self.paging.freeing_blocks > 0
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """A step has ended."""

@@ -24,12 +24,12 @@ from aqualib.settings import load_settings
 
 logger: Final = logging.getLogger("aqualib")
 
-MINORS: Final = ("0.28", "0.29", "0.32")
+MINORS: Final = ("0.28", "0.29", "0.30", "0.31", "0.32")
 """Minor versions on which at least the engine tests of schedulers, paging (with its prefix tier)
 and lending pass: all engine tests run on the last of these before a change lands, and
 `docs/measurements/vllm-runs.json` has the records of the others."""
 
-WARNED_MINORS: Final = ("0.30", "0.31", "0.33")
+WARNED_MINORS: Final = ("0.33",)
 """Minor versions that are taken with a warning: their sources hold the contract, and not all of
 these tests are on record. 0.33 has no build for CPUs."""
 
