@@ -17,7 +17,8 @@ on and off; or one load from a trace (`t_s,prompt_tokens,output_tokens` as CSV, 
 figure is the median over the loads, `worst` the worst; ratios are to the mean of `online` and
 `control`. `offline_share_of_ideal` is over what `offline` would compute in the time in which the
 online-only engines have nothing to do. Objectives are twice what an engine needs for online
-requests one by one, at the 99th percentile; `aqua-profile steps` measures the step-time profile.
+requests one by one, by turns with a second one, at the 99th percentile; `aqua-profile steps`
+measures the step-time profile.
 
 Online requests are served in order of arrival, as by vLLM, so that what they lose is what offline
 work costs them. With `--policy first-token`, the adapter's default, they take turns where they
@@ -75,7 +76,6 @@ from aqua_demo.engines.race import (
     measure_alone,
     offline_rate,
     race,
-    serve,
 )
 from aqua_demo.engines.report import VICTIMS
 from aqua_demo.engines.scale import FULL, co_serving_options
@@ -140,9 +140,11 @@ def main(  # noqa: PLR0913 - a command has as many arguments as options
         lengths = (
             [(p, o) for _, p, o in given] if given else draw_lengths(requests, seed, output_median)
         )
-        with started(folder, model, ["online"]) as engines:
+        # By turns, as in the loads: alone, an engine finds its caches as it left them.
+        with started(folder, model, ["online", "control"]) as engines:
             inputs = measure_alone(
-                lambda load: serve(engines["online"], Order(load)), lengths[:ALONE_COUNT]
+                lambda load: race(engines, dict.fromkeys(engines, Order(load)))["online"],
+                lengths[:ALONE_COUNT],
             )
         note(", ".join(f"{name} {value:.3g}" for name, value in inputs.items()))
         profile = step_profile or measure_steps(model, folder)
