@@ -37,8 +37,8 @@ tests run on it before a change lands. With a warning: {WARNED}.
 
 Models of several groups of KV blocks are on record for {NEWEST} alone. On a CPU with AMX earlier
 versions do not run all models of these tests in float32 by themselves: not Granite 4 before 0.32,
-nor gpt-oss before 0.31. On such a CPU 0.29 and 0.31 passed the tests of all the others; on 0.28 those
-of Gemma 3 alone passed.
+nor gpt-oss before 0.31. On such a CPU 0.29 and 0.31 passed the tests of all the others; on 0.28
+those of Gemma 3 alone passed.
 
 An engine compares the functions that it runs with the nearest of these versions as it starts. Where
 some read differently, in a patch release or a fork, it names them in its log, and starts.
