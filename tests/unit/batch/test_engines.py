@@ -7,7 +7,15 @@ import socket
 import pytest
 
 from aqua_batch.service.dispatch.engine_names import LOOKUP_S
-from aqua_batch.service.dispatch.engines import EngineEndpoint, EnginePool
+from aqua_batch.service.dispatch.engines import (
+    CLASS_HEADER,
+    DEADLINE_HEADER,
+    LONGEST_DEADLINE_S,
+    EngineEndpoint,
+    EnginePool,
+    seconds_left,
+)
+from aqualib.engines.vllm.requests import deadline, service_class
 
 
 @pytest.fixture
@@ -109,3 +117,16 @@ async def test_a_name_stands_for_all_of_its_addresses_as_they_come_and_go() -> N
 
 def urls_of(pool: EnginePool) -> list[str]:
     return [each.url for each in pool.engines]
+
+
+def test_engines_are_told_in_the_words_that_they_take() -> None:
+    assert (CLASS_HEADER, DEADLINE_HEADER) == (service_class.HEADER, deadline.HEADER)
+    assert LONGEST_DEADLINE_S <= deadline.MAX_FINISH_IN_S
+
+
+@pytest.mark.parametrize(
+    ("expires_s", "left_s"),
+    [(1600.4, 600), (1000.0, 1), (0.0, 1), (1000.0 + 30 * 86_400, 2_419_200)],
+)
+def test_no_deadline_is_one_that_an_engine_refuses(expires_s: float, left_s: int) -> None:
+    assert seconds_left(expires_s, now_s=1000.0) == left_s

@@ -102,6 +102,7 @@ class AquaScheduler(EvictionScheduler):
         self._holding: dict[str, CoServedRequest | None] = {}
         self._preemption_mode = PreemptionMode.SWAP
         self._is_turn = False
+        # Of the model itself. Where vLLM preempts unasked, its loop is to put this question anyway.
         self._splits_at_blocks = self.need_mamba_block_aligned_split
         if self.paging is not None and not ASKS_BEFORE_PREEMPTING:
             self.need_mamba_block_aligned_split = True

@@ -386,8 +386,7 @@ class EnginePool:
         """
         headers = {CLASS_HEADER: "offline"}
         if self._tells_deadlines:
-            left_s = round(expires_s - time.time())
-            headers[DEADLINE_HEADER] = str(min(max(1, left_s), LONGEST_DEADLINE_S))
+            headers[DEADLINE_HEADER] = str(seconds_left(expires_s, time.time()))
         response = await self.open(engine, path, body, headers)
         try:
             engine.absences = 0 if response.status not in OVERLOADED else engine.absences
@@ -413,6 +412,11 @@ class EnginePool:
         """Take note that an engine has no room."""
         engine.limit.congested(engine.running)
         engine.rest(self._clock_s(), _retry_after_s(response))
+
+
+def seconds_left(expires_s: float, now_s: float) -> int:
+    """Seconds until then, as engines take them: an hour late, or 30 days early, is no refusal."""
+    return min(max(1, round(expires_s - now_s)), LONGEST_DEADLINE_S)
 
 
 async def _read(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
