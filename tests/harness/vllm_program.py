@@ -428,6 +428,7 @@ def _figures(engine: Any, worker: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM
 
     scheduler = engine.engine_core.engine_core.scheduler
     paging = getattr(scheduler, "paging", None)
+    resting = sys.modules.get("harness.resting_worker")
     figures: dict[str, Any] = {
         "forced": getattr(scheduler, "forced_preemptions", 0),
         "paging": {} if paging is None else asdict(paging.counts),
@@ -435,6 +436,7 @@ def _figures(engine: Any, worker: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM
         "held_places": 0 if paging is None else paging.table.held_count,
         "asked_layers": sorted(ASKED),
         "stopped_layers": sorted(STOPPED),
+        "steps_found": {} if resting is None else dict(resting.FOUND),
         "metrics": {
             sample.name: sample.value
             for metric in REGISTRY.collect()

@@ -222,9 +222,14 @@ class Aqua:
         sizes = {"block_bytes": block_bytes, "capacity_blocks": capacity_blocks}
         return self._made(lambda: BlockStore(self._transfers, **sizes))
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether `step` has changes to tell."""
+        return self._store.version != self._seen_version
+
     def step(self) -> StepChanges | None:
         """Call it once per iteration: what has changed since, or None, in under a microsecond."""
-        if self._store.version == self._seen_version:
+        if not self.has_changed:
             return None
         if self._seen_version == NEVER_SEEN:
             self._lease_client.engine_has_begun()

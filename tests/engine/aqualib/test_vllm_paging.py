@@ -64,6 +64,21 @@ def test_swapped_requests_answer_as_if_never_preempted(
     assert answer["paging"]["clean_blocks"] > 0, "full blocks are paged out once only"
 
 
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_steps_that_page_nothing_run_without_the_connector(
+    model: str, stock: dict[str, list[int]], load: str
+) -> None:
+    worker = {"worker_cls": "harness.resting_worker.RestCountingWorker"}
+    answer = run(dataclasses.replace(on_host(model, load=load), engine=worker))
+    assert answer["tokens"] == stock
+    assert_paged(answer, forced=100)
+    found = answer["steps_found"]
+    assert found["none"] > 50, "slices are four steps, of which two or three page nothing"
+    assert found["a connector"] > 50, found
+    counted = answer["metrics"]["aqua:kv_paged_in_bytes_total"]
+    assert counted > 0, "what workers count is told though some steps tell nothing"
+
+
 def test_what_a_step_reads_is_there_before_a_full_graph_is_replayed() -> None:
     from vllm.config import CUDAGraphMode
     from vllm.forward_context import ForwardContext

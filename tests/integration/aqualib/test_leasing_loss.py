@@ -54,9 +54,11 @@ class TestLoss:
             with pytest.raises(DataLostError), tensors[1].pinned():
                 pass
             assert aqua.stats().lost_bytes == SLAB
-            happened = aqua.step()
+            has_changed, happened = aqua.has_changed, aqua.step()
+            assert has_changed
             assert happened is not None
             assert happened.lost_bytes == SLAB
+            assert not aqua.has_changed
             assert aqua.step() is None
             tensors[1].release()
             assert aqua.stats().lost_bytes == 0

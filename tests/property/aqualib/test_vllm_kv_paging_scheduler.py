@@ -88,7 +88,7 @@ class World:
         if rng.random() < 0.02:
             paging.reset()
             assert not any(map(paging.saved_tokens, self.requests))
-        self.execute(paging.take_plan())
+        self.execute(paging.take_plan() or PagingPlan())
         self.compute()
 
     def part(self, request: Request) -> bool:
@@ -229,7 +229,7 @@ def test_what_is_loaded_is_what_was_computed(
         world.step()
         world.paging.table.audit()
     for _ in range(200):  # Loads under way come to their end.
-        world.execute(world.paging.take_plan())
+        world.execute(world.paging.take_plan() or PagingPlan())
         if not world.loading:
             break
     for request in list(world.requests.values()):

@@ -322,7 +322,8 @@ def test_our_schedulers_use_and_override_nothing_of_vllms_that_is_not_in_the_con
 
 def test_all_that_is_imported_of_vllm_is_in_the_contract() -> None:
     owners = {key.partition(":")[2] for key in SURFACE}
-    lazy = {"current_platform"}  # vLLM makes it when it is asked for: no source defines it.
+    # The one vLLM makes when it is asked for; of the other, a module, the functions are in it.
+    undefined = {"current_platform", "kv_transfer_state"}
     imported = {
         alias.name
         for path in ENGINE.rglob("*.py")
@@ -330,4 +331,5 @@ def test_all_that_is_imported_of_vllm_is_in_the_contract() -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm.")
         for alias in node.names
     }
-    assert imported - lazy <= owners, f"add to {surface.__name__}: {imported - lazy - owners}"
+    missing = imported - undefined - owners
+    assert not missing, f"add to {surface.__name__}: {missing}"

@@ -334,6 +334,26 @@ def test_a_plan_is_sent_as_what_is_not_empty_in_it() -> None:
     assert len(pickle.dumps(PagingPlan())) < len(pickle.dumps(plan))
 
 
+def test_a_worker_is_at_rest_once_all_is_told() -> None:
+    def told(worker: KvPagingWorker) -> bool:
+        worker.take_arrived()
+        worker.take_failed_blocks()
+        worker.take_report()
+        worker.take_totals()
+        return worker.is_at_rest
+
+    with paging() as (worker, _):
+        assert not worker.is_at_rest, "what its store holds is not told yet"
+        assert told(worker)
+        worker.page_in(PagingPlan(in_places=[5], in_blocks=[9]))
+        assert not worker.is_at_rest, "it was empty"
+        assert told(worker)
+        worker.page_out(PagingPlan(async_saves={1: ([0], [1])}))
+        worker.page_in(PagingPlan(async_loads={"r": ([0], [8])}))
+        assert not worker.is_at_rest, "they are under way, or have ended"
+        until(lambda: told(worker), "copies are under way")
+
+
 def test_a_step_that_pages_nothing_changes_no_figure() -> None:
     with paging() as (worker, _):
         worker.take_report()

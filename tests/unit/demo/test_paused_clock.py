@@ -21,6 +21,7 @@ from aqua_demo.engines.paused_clock import install
 
 place = Path(sys.argv[1])
 if os.fork() == 0:
+    (place / "child").write_text(str(os.getpid()))
     count = 0
     while True:
         count += 1
@@ -89,6 +90,19 @@ def test_a_clock_does_not_go_back_where_its_group_ran_on_for_a_moment(
     group.pause()
     group.resume()
     assert clock_s(group) >= told[0]
+
+
+def test_main_threads_of_a_name_get_a_core_of_their_own(group: TurnGroup, tmp_path: Path) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) == 1:
+        pytest.skip("there is one core")
+    clock_s(group)  # So its child is there, which has the same name.
+    group.pause()
+    pids = [group.leader.pid, int((tmp_path / "child").read_text())]
+    group.give_core("another")
+    assert [os.sched_getaffinity(pid) for pid in pids] == [set(cores[:-1])] * 2
+    group.give_core(Path(f"/proc/{pids[0]}/comm").read_text().strip())
+    assert [os.sched_getaffinity(pid) for pid in pids] == [{cores[-1]}] * 2
 
 
 def test_what_a_group_leaves_running_ends_with_it(group: TurnGroup, tmp_path: Path) -> None:

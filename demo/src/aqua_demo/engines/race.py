@@ -3,7 +3,8 @@
 An engine is a real vLLM as a server runs it (`served_engine`). While one has its turn, a fraction
 of a second, all others are stopped and their clocks stand still (`paused_clock`): so all of them
 meet the same machine, and a machine that slows down slows down all of them. Which one comes next is
-drawn, as the one before leaves its caches.
+drawn, as the one before leaves its caches. In each the thread that runs the model has a core of its
+own.
 
 What a run is judged by is here, too. Ratios are to the mean of two engines that serve the online
 requests alone: how far these differ from each other is the noise of all figures. What is left for
@@ -39,6 +40,8 @@ machine that changes meets engines less alike."""
 OBJECTIVE_FACTOR: Final = 2.0
 """Objectives over the 99th percentile of what requests take alone: tight. Doubled, steps in gaps
 may be twice as long."""
+MODEL_PROCESS: Final = "VLLM::Worker"
+"""What vLLM calls the process that runs the model, where that is one of its own, as on CPUs."""
 AT_ONCE: Final = 24
 """Offline requests that an engine has at any time: more than fit into memory. Doubled, more
 wait."""
@@ -119,6 +122,7 @@ class ServedEngine:
         """Wait until it can be given orders; engines start beside each other."""
         self._checked(self._answers.get())
         self._group.pause()
+        self._group.give_core(MODEL_PROCESS)
 
     def close(self) -> None:
         """End it, at once if it is amid something; harmless when repeated."""

@@ -62,6 +62,14 @@ logger: Final = logging.getLogger("aqualib")
 class AquaPagingPlan(PagingPlan, KVConnectorMetadata):
     """The step's plan, as vLLM passes it on."""
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Pickle the plan of most steps as its name."""
+        return "NOTHING_PLANNED" if self is NOTHING_PLANNED else super().__reduce__()
+
+
+NOTHING_PLANNED: Final = AquaPagingPlan()
+"""The plan of a step in which workers have nothing to do, the same one in each process."""
+
 
 class AquaWorkerReport(WorkerReport, KVConnectorWorkerMetadata):
     """A worker's report, as vLLM passes it back."""
@@ -137,10 +145,13 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         if self.pins is not None:
             self.pins.expire()
         plan = self._scheduler_half.take_plan()
-        assert isinstance(plan, AquaPagingPlan), type(plan)
         if self.co_serving is not None:
-            plan.safepoints = self.co_serving.safepoints_of(scheduler_output.num_scheduled_tokens)
-        return plan
+            order = self.co_serving.safepoints_of(scheduler_output.num_scheduled_tokens)
+            if order is not None:
+                plan = plan or AquaPagingPlan()
+                plan.safepoints = order
+        assert plan is None or isinstance(plan, AquaPagingPlan), type(plan)
+        return plan or NOTHING_PLANNED
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in what the workers found out."""
@@ -303,6 +314,13 @@ class AquaConnector(KVConnectorBase_V1, SupportsHMA):
         if report is None:
             return None
         return AquaWorkerReport(*(getattr(report, each.name) for each in fields(report)))
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing is under way in this worker, and nothing is to be told."""
+        return (self._safepoints is None or self._safepoints.is_at_rest) and (
+            self.paging_worker is None or self.paging_worker.is_at_rest
+        )
 
     @property
     def safepoints(self) -> Safepoints:

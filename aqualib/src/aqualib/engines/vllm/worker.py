@@ -8,20 +8,26 @@ next step that they take part in tells the runner how far they are. Where steps 
 all of them. The runner takes the latest token of a request from the step before there, by its place
 in that; the step before is the aborted one now, which has none, so that note is dropped.
 
+In most steps nothing is paged and nothing is to be told. Such a step runs as in an engine without a
+connector: else vLLM asks it before each layer and after the step, which on a CPU is a fortieth of a
+small model's step. vLLM's second runner disables connectors by the same means.
+
 This is for vLLM's first model runner. The second keeps other notes and runs on GPUs alone, where
 none of this was run: its steps run to their end (`abort_checks`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group, kv_transfer_state
 from vllm.platforms import current_platform
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from aqualib.engines.vllm.co_serving.safepoints import StepAbortedError
-from aqualib.engines.vllm.connector import AquaConnector
+from aqualib.engines.vllm.connector import NOTHING_PLANNED, AquaConnector
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -37,6 +43,9 @@ class AquaWorker(PlatformWorker):
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step as vLLM does, or as far as it comes."""
         self._aborted = None
+        if self._leaves_connector_alone(scheduler_output):
+            with connector_at_rest():
+                return super().execute_model(scheduler_output)
         try:
             return super().execute_model(scheduler_output)
         except StepAbortedError:
@@ -52,6 +61,14 @@ class AquaWorker(PlatformWorker):
         if isinstance(output, ModelRunnerOutput):
             _drop_empty_report(output)
         return output
+
+    def _leaves_connector_alone(self, scheduler_output: Any) -> bool:
+        """Whether the connector has nothing to do in a step, and nothing to tell after it."""
+        if scheduler_output.kv_connector_metadata is not NOTHING_PLANNED:
+            return False  # Or there is none, or several.
+        connector = get_kv_transfer_group()
+        assert isinstance(connector, AquaConnector), connector
+        return connector.is_at_rest and not self.use_v2_model_runner
 
     def _output_of_aborted(self, scheduler_output: Any) -> ModelRunnerOutput:
         """An output without a token, and with all that the connector reports."""
@@ -75,6 +92,17 @@ class AquaWorker(PlatformWorker):
             sampled_token_ids=[[] for _ in names],
             kv_connector_output=reported,
         )
+
+
+@contextmanager
+def connector_at_rest() -> Iterator[None]:
+    """Have vLLM find no connector in this worker."""
+    connector = get_kv_transfer_group()
+    kv_transfer_state._KV_CONNECTOR_AGENT = None  # noqa: SLF001 - as vLLM's second runner does
+    try:
+        yield
+    finally:
+        kv_transfer_state._KV_CONNECTOR_AGENT = connector  # noqa: SLF001
 
 
 def _drop_empty_report(output: ModelRunnerOutput) -> None:

@@ -123,6 +123,11 @@ class Safepoints:
         return has_page
 
     @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing is to be told of steps before, nor of the page."""
+        return not (self.is_unwinding or self._aborted_step) and self._has_page is None
+
+    @property
     def has_order(self) -> bool:
         """Whether the step may be aborted."""
         return self._order is not None

@@ -99,6 +99,8 @@ SURFACE: Final[dict[str, tuple[str, ...]]] = {
     "vllm.utils.hashing:get_hash_fn_by_name": (),
     "vllm.utils.import_utils:resolve_obj_by_qualname": (),
     "vllm.distributed.kv_transfer.kv_transfer_state:get_kv_transfer_group": (),
+    # Finds none in steps that leave the connector alone.
+    "vllm.distributed.kv_transfer.kv_transfer_state:has_kv_transfer_group": (),
     "vllm.v1.core.kv_cache_utils:get_request_block_hasher": (),
     "vllm.v1.core.kv_cache_utils:maybe_convert_block_hash": (),
     "vllm.v1.core.kv_cache_utils:resolve_kv_cache_block_sizes": (),

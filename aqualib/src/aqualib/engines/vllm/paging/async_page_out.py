@@ -65,6 +65,8 @@ class AsyncPageOut:
     @property
     def freeing_blocks(self) -> int:
         """Blocks that come free once what is urgent is acknowledged: nothing else holds them."""
+        if not self._parts:
+            return 0
         blocks = self._pool.blocks
         urgent = [part.blocks for part in self._parts.values() if part.is_urgent]
         return sum([[blocks[block_id].ref_cnt for block_id in part].count(1) for part in urgent])

@@ -56,7 +56,20 @@ class PagingPlan:
     urgent_saves: list[int] = field(default_factory=list)
     safepoints: SafepointOrder | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    @property
+    def is_empty(self) -> bool:
+        """Whether workers have nothing to do."""
+        return not (
+            self.drops
+            or self.out_places
+            or self.in_places
+            or self.async_loads
+            or self.async_saves
+            or self.urgent_saves
+            or self.safepoints
+        )
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
         """Pickle what is not empty: most steps page nothing, and each plan is sent."""
         values = [getattr(self, name) for name in self.__match_args__]
         while values and not values[-1]:

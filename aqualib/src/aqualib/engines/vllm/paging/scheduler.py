@@ -299,12 +299,14 @@ class KvPagingScheduler:
         self.counts.checkpointed_blocks += begun
         return end - blocks.start
 
-    def take_plan(self) -> PagingPlan:
-        """The step's plan; the next one's begins empty."""
+    def take_plan(self) -> PagingPlan | None:
+        """The step's plan, None if there is nothing to do; the next one's begins empty."""
+        self._plan.drops = self.table.take_dropped()
+        if self._plan.is_empty:
+            return None
         plan, self._plan = self._plan, self._plan_type()
         if self._saves is not None:
             self._saves.plan_taken()
-        plan.drops = self.table.take_dropped()
         self.table.release(self._until_taken)
         self._until_taken = []
         return plan
@@ -339,20 +341,18 @@ class KvPagingScheduler:
             self._saves.acknowledged(number, count, self._worker_count)
 
     def _forget_lost(self, report: WorkerReport) -> None:
-        self.counts.lost_blocks += len(report.lost_places)
+        lost = report.lost_places
+        self.counts.lost_blocks += len(lost)
         self.failed_loads.update(
-            name
-            for name, places in self._loading.items()
-            if not report.lost_places.isdisjoint(places)
+            name for name, places in self._loading.items() if not lost.isdisjoint(places)
         )
         for run in chain.from_iterable(saved.runs for saved in self._saved.values()):
             good = next(
-                (at for at, place in enumerate(run.places) if place in report.lost_places),
-                len(run.places),
+                (at for at, place in enumerate(run.places) if place in lost), len(run.places)
             )
             self.table.release(run.places[good:])
             del run.places[good:]
-        self.table.lose(report.lost_places)
+        self.table.lose(lost)
 
     def reset(self) -> None:
         """Forget everything: no load from now on brings back what was paged out before."""

@@ -220,6 +220,21 @@ class KvPagingWorker:
             next(load for there, load in self._columns if there >= end).result()
             self.step_wait_s += time.perf_counter() - started_s
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing is under way, and nothing has happened that is not told yet."""
+        return not (
+            self._loads
+            or self._columns
+            or self._save_jobs
+            or self._failed_blocks
+            or self._version != self._reported_version
+            or self._version != self._counted_version
+            or self.aqua.has_changed
+            or self._is_rate_old
+            or (self.aqua.coordinator_error is not None) != self._was_unreached
+        )
+
     def take_arrived(self) -> set[str]:
         """Requests whose asynchronous loads have ended, well or not, since the last call."""
         if not self._loads:
@@ -245,8 +260,7 @@ class KvPagingWorker:
             self._note_leases()
         while self._save_jobs and self._save_jobs[0].done():
             self._save_jobs.popleft().result()
-        is_rate_old = self._rate > 0 and time.monotonic() - self._rated_s > RATE_LIFETIME_S
-        if self._version == self._reported_version and not is_rate_old:
+        if self._version == self._reported_version and not self._is_rate_old:
             return None
         self._reported_version = self._version
         # What is acknowledged has been counted and, where it failed, is among the lost.
@@ -266,6 +280,10 @@ class KvPagingWorker:
         store = None if self._is_told else self._describe()
         self._is_told = True
         return WorkerReport(lost, location, rate, store, saved)
+
+    @property
+    def _is_rate_old(self) -> bool:
+        return self._rate > 0 and time.monotonic() - self._rated_s > RATE_LIFETIME_S
 
     def _describe(self) -> WorkerStore:
         return WorkerStore(0 if self.store is None else len(self._slots), self.block_bytes)
