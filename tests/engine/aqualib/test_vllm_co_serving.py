@@ -8,6 +8,7 @@ second wave of requests upon the first, against vLLM by itself. Steps are not ab
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import replace
 from typing import Any, Final
 
@@ -119,11 +120,13 @@ def test_an_online_load_and_the_offline_prompt_parked_for_it_do_not_wait_for_eac
     assert wrong(lives(model, shape, range(1, 3))) == 0
 
 
+@pytest.mark.parametrize("is_recorded", [False, True])
 def test_vllm_asks_no_parked_request_in_a_settled_step(
-    model: str, monkeypatch: pytest.MonkeyPatch
+    model: str, monkeypatch: pytest.MonkeyPatch, *, is_recorded: bool
 ) -> None:
     asked: list[tuple[bool, bool]] = []
-    budgets: set[int] = set()
+    settled_tokens: Counter[bool] = Counter()
+    kept: set[tuple[int, bool]] = set()
     is_settled = False
     take = StepTokens.take
 
@@ -132,8 +135,11 @@ def test_vllm_asks_no_parked_request_in_a_settled_step(
         return take(tokens, *args, is_offline=is_offline, **kwargs)
 
     def watch(engine: Any) -> None:  # noqa: ANN401 - of vLLM's scheduler
-        co_serving, schedule = engine.scheduler.co_serving, engine.scheduler.schedule
+        scheduler = engine.scheduler
+        co_serving, schedule = scheduler.co_serving, scheduler.schedule
         settled_plan = co_serving.settled_plan
+        if is_recorded:
+            scheduler.step_log.record(recording=True)
 
         def note_plan(*args: Any) -> Any:  # noqa: ANN401 - its own
             nonlocal is_settled
@@ -145,18 +151,24 @@ def test_vllm_asks_no_parked_request_in_a_settled_step(
             nonlocal is_settled
             is_settled = False
             output = schedule()
-            budgets.add(engine.scheduler.max_num_scheduled_tokens)
+            kept.add((scheduler.max_num_scheduled_tokens, scheduler.need_mamba_block_aligned_split))
+            for name, tokens in output.num_scheduled_tokens.items() if is_settled else ():
+                settled_tokens[co_serving.is_offline(name)] += tokens
             return output
 
         co_serving.settled_plan = note_plan
-        engine.scheduler.schedule = schedule_and_note
+        scheduler.schedule = schedule_and_note
 
     monkeypatch.setattr(StepTokens, "take", note_and_take)
     assert wrong(lives(model, PARKED, range(4), begin=watch)) == 0
-    assert asked.count((True, False)) > 100
+    assert settled_tokens[False] > 100
+    assert not settled_tokens[True]
     assert (True, True) not in asked
+    assert asked.count((True, False)) == (settled_tokens[False] if is_recorded else 0), (
+        "only where steps are looked at is anyone asked"
+    )
     assert (False, True) in asked
-    assert len(budgets) == 1, "it is put back"
+    assert len(kept) == 1, "they are put back"
 
 
 def test_a_request_waits_from_when_it_came_to_the_front_end_and_a_session_is_not_judged(

@@ -326,15 +326,22 @@ class ConservePolicy:
     ) -> None:
         """Step 3: tokens for offline requests in memory; the last ones give way to the first."""
         end = len(offline)
+        # Decodes of so long a context, and of any longer one, do not fit into the step.
+        refused = inf
         for index, request in enumerate(offline):
             if index >= end or step.token_room <= 0:
                 return
             name = request.request_id
-            if request.is_loading:
+            is_ordinary = name not in due and name != starved
+            is_refused = is_ordinary and request.is_decode and request.known_tokens >= refused
+            if request.is_loading or is_refused:
                 continue
             tokens = self._tokens_for(step, request, due, starved)
-            if not tokens and name not in due and name != starved and step.is_full(self.times):
-                return
+            if not tokens and is_ordinary:
+                if step.is_full(self.times):
+                    return
+                if request.is_decode:
+                    refused = request.known_tokens
             need = self._need(request, tokens)
             while tokens and need > step.free_blocks and end - 1 > index:
                 end -= 1

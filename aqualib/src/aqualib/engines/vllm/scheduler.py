@@ -131,7 +131,6 @@ class AquaScheduler(EvictionScheduler):
             self._end_evictions(ends_all=pause is PauseState.PAUSED_NEW)
         co_serving = self.co_serving
         if co_serving is not None:
-            self.step_timer.called(time.monotonic())
             co_serving.begin()
             if pause is not PauseState.UNPAUSED:
                 self._order_running(co_serving)

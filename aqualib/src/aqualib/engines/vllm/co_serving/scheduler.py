@@ -57,7 +57,7 @@ from aqualib.engines.vllm.requests.service_class import service_class_of
 
 logger: Final = logging.getLogger("aqualib")
 
-SETTLED_STEPS: Final = 7
+SETTLED_STEPS: Final = 15
 """Steps beyond its own that a plan serves while nothing happens, by judgement. Doubled, planning
 costs such steps half as much, and an offline request that becomes due, or starved, or fits beside
 longer answers, is noticed after twice as many."""

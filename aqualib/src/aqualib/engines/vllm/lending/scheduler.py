@@ -126,6 +126,11 @@ class LendingScheduler(Scheduler):
         return output
 
     @property
+    def _is_watched(self) -> bool:
+        """Whether every step counts for something, whatever it computes."""
+        return self.lending_service is not None or self.step_log.is_recording
+
+    @property
     def _looks_at_step(self) -> bool:
         """Whether anything goes by what the step computes that is scheduled now, and how long."""
         return self.step_log.is_recording

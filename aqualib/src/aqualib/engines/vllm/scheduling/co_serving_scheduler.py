@@ -12,6 +12,7 @@ that it does not take part in the step but stays in memory.
 
 A plan costs a look at each request that holds memory, and a view of those that have computed. While
 online requests decode, offline ones are parked and nothing happens, one plan serves some steps.
+Where steps follow each other, these are vLLM's own steps: nothing is asked, timed or looked at.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final
 
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from aqua_schedulers.cfs import Decision, FairPolicy, Preemption, PreemptionMode
@@ -72,6 +74,8 @@ class CoServingScheduler(LendingScheduler):
         self.co_serving = None
         self._plan: CoServingPlan | None = None
         self._is_settled = False
+        # The step under way, if it is vLLM's own.
+        self._plain_output: Any = None
         # Online requests that the fair policy admits until it decides again.
         self._listed: Sequence[str] = ()
         if options.co_serving is None:
@@ -113,13 +117,15 @@ class CoServingScheduler(LendingScheduler):
 
     def _co_serve(self, co_serving: CoServing) -> None:
         """Do what comes before vLLM's own loop."""
-        if self.paging is not None:
-            co_serving.settle_copies(self.paging, self.requests)
-        if self._policy.begin_step():
-            self._follow_fair_policy(co_serving)
-        elif (plan := self._settled_plan(co_serving)) is not None:
+        is_turn = self._policy.begin_step()
+        if not is_turn and (plan := self._settled_plan(co_serving)) is not None:
             self._plan, self._is_settled = plan, True
             return
+        self.step_timer.called(time.monotonic())
+        if self.paging is not None:
+            co_serving.settle_copies(self.paging, self.requests)
+        if is_turn:
+            self._follow_fair_policy(co_serving)
         plan = self._plan = co_serving.plan(self._co_serving_view(co_serving))
         self._preempt(plan.preempt)
         self._queue.admit([*self._listed, *plan.admit, *plan.copy_in])
@@ -149,15 +155,22 @@ class CoServingScheduler(LendingScheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule as planned; in a settled step vLLM need not ask those that are parked."""
-        if not self._is_settled or self._plan is None:
+        plan, co_serving = self._plan, self.co_serving
+        if not self._is_settled or plan is None or co_serving is None:
             return super().schedule(*args, **kwargs)
         # It stops asking once all tokens are given out, and online requests are asked first.
-        budget = self.max_num_scheduled_tokens
-        self.max_num_scheduled_tokens = self._plan.online_tokens
+        budget, asks = self.max_num_scheduled_tokens, self.need_mamba_block_aligned_split
+        self.max_num_scheduled_tokens = plan.online_tokens
         try:
-            return super().schedule(*args, **kwargs)
+            if self._is_watched or co_serving.overlaps_steps:
+                return super().schedule(*args, **kwargs)
+            # Each of them has one token to compute, and there is one for each.
+            self.need_mamba_block_aligned_split = False
+            self._plain_output = Scheduler.schedule(self, *args, **kwargs)
+            return self._plain_output
         finally:
             self.max_num_scheduled_tokens = budget
+            self.need_mamba_block_aligned_split = asks
 
     def _step_begun(self, output: Any) -> None:
         """VLLM has scheduled a step; it may have been planned.
@@ -194,6 +207,8 @@ class CoServingScheduler(LendingScheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Go on as vLLM does, and note who has a first token."""
+        if scheduler_output is self._plain_output:
+            return Scheduler.update_from_output(self, scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self.co_serving is not None:
             self.co_serving.got_tokens(scheduler_output, self.requests, time.monotonic())
