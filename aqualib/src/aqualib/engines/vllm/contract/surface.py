@@ -155,6 +155,7 @@ SURFACE: Final[dict[str, tuple[str, ...]]] = {
     "vllm.v1.metrics.utils:create_metric_per_engine": (),
     "vllm.v1.worker.gpu_worker:Worker": (
         *("execute_model", "initialize_from_config", "sample_tokens", "shutdown"),
+        "use_v2_model_runner",
     ),
     "vllm.v1.worker.cpu_worker:CPUWorker": ("initialize_from_config",),
 }
