@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pickle
 from typing import Any, Final
 
 import pytest
@@ -73,10 +74,19 @@ def test_steps_that_page_nothing_run_without_the_connector(
     assert answer["tokens"] == stock
     assert_paged(answer, forced=100)
     found = answer["steps_found"]
-    assert found["none"] > 50, "slices are four steps, of which two or three page nothing"
-    assert found["a connector"] > 50, found
+    assert min(found["none"], found["a connector"]) > 50, found
     counted = answer["metrics"]["aqua:kv_paged_in_bytes_total"]
     assert counted > 0, "what workers count is told though some steps tell nothing"
+
+
+def test_a_plan_of_nothing_is_the_same_one_in_each_process() -> None:
+    from aqualib.engines.vllm.connector import NOTHING_PLANNED, AquaPagingPlan
+
+    assert pickle.loads(pickle.dumps(NOTHING_PLANNED)) is NOTHING_PLANNED  # noqa: S301 - our own
+    other = pickle.loads(pickle.dumps(AquaPagingPlan(drops=[1])))  # noqa: S301 - our own
+    assert other == AquaPagingPlan(drops=[1])
+    assert NOTHING_PLANNED.is_empty
+    assert not other.is_empty
 
 
 def test_what_a_step_reads_is_there_before_a_full_graph_is_replayed() -> None:

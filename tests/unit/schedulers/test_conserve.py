@@ -230,6 +230,27 @@ def test_requests_behind_one_that_fits_into_no_step_would_have_had_no_token_eith
     assert full_count > 20
 
 
+def test_decodes_as_long_as_one_that_does_not_fit_are_not_asked_and_a_shorter_one_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allows, asked = StepTimes.allows, 0
+
+    def counted(*args: object) -> bool:
+        nonlocal asked
+        asked += 1
+        return allows(*args)  # type: ignore[arg-type] # its own
+
+    view = saturated(4, 20_000, 100)
+    *online, short = view.running
+    long = short._replace(known_tokens=8000, computed_tokens=7999, held_blocks=500)
+    parked = [long._replace(request_id=f"long-{i}") for i in range(8)]
+    policy = co_serving_policy("guarded", Objectives(1.5, 0.1), PROFILE)
+    monkeypatch.setattr(StepTimes, "allows", counted)
+    plan = policy.plan(view._replace(running=[*online, *parked, short]))
+    assert plan.offline_tokens == {"off": 1}
+    assert asked <= 4, "the first, whether any fits, and the short one"
+
+
 @pytest.mark.parametrize("name", ["conserve", "guarded"])
 def test_no_load_of_online_decodes_starves_ours_for_ever(name: str) -> None:
     """They take 0.13 s by themselves, the objective is 0.1 s: the paper's gives nothing then."""
