@@ -127,7 +127,7 @@ def test_vllm_asks_no_parked_request_in_a_settled_step(
     asked: list[tuple[bool, bool]] = []
     settled_tokens: Counter[bool] = Counter()
     kept: set[tuple[int, bool]] = set()
-    is_settled = False
+    is_settled, granted_steps = False, 0
     take = StepTokens.take
 
     def note_and_take(tokens: StepTokens, *args: Any, is_offline: bool, **kwargs: Any) -> int:  # noqa: ANN401 - its own
@@ -137,7 +137,7 @@ def test_vllm_asks_no_parked_request_in_a_settled_step(
     def watch(engine: Any) -> None:  # noqa: ANN401 - of vLLM's scheduler
         scheduler = engine.scheduler
         co_serving, schedule = scheduler.co_serving, scheduler.schedule
-        settled_plan = co_serving.settled_plan
+        settled_plan, goes_on = co_serving.settled_plan, co_serving.goes_on
         if is_recorded:
             scheduler.step_log.record(recording=True)
 
@@ -146,6 +146,12 @@ def test_vllm_asks_no_parked_request_in_a_settled_step(
             plan = settled_plan(*args)
             is_settled = plan is not None
             return plan
+
+        def note_grant() -> bool:
+            nonlocal granted_steps, is_settled
+            is_settled = bool(goes_on())
+            granted_steps += is_settled
+            return is_settled
 
         def schedule_and_note() -> Any:  # noqa: ANN401 - vLLM's
             nonlocal is_settled
@@ -156,7 +162,7 @@ def test_vllm_asks_no_parked_request_in_a_settled_step(
                 settled_tokens[co_serving.is_offline(name)] += tokens
             return output
 
-        co_serving.settled_plan = note_plan
+        co_serving.settled_plan, co_serving.goes_on = note_plan, note_grant
         scheduler.schedule = schedule_and_note
 
     monkeypatch.setattr(StepTokens, "take", note_and_take)
@@ -168,6 +174,7 @@ def test_vllm_asks_no_parked_request_in_a_settled_step(
         "only where steps are looked at is anyone asked"
     )
     assert (False, True) in asked
+    assert (granted_steps > 50) == (not is_recorded)
     assert len(kept) == 1, "they are put back"
 
 

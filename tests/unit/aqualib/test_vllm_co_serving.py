@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from aqua_protocol import ConfigError
 from aqua_protocol.errors import RequestInvalidError
 from aqua_schedulers.conserve import (
+    CoServedRequest,
     CoServingView,
     MeasuredStep,
+    StepLoad,
     StepTimeKey,
     StepTimeProfile,
 )
-from aqualib.engines.vllm.co_serving.scheduler import SETTLED_STEPS, CoServing
+from aqualib.engines.vllm.co_serving.plan_cache import SETTLED_STEPS
+from aqualib.engines.vllm.co_serving.scheduler import CoServing
 from aqualib.engines.vllm.co_serving.step_tokens import StepTokens
 from aqualib.engines.vllm.options import read_options
 from aqualib.engines.vllm.requests.body import with_xargs
@@ -30,6 +33,7 @@ from harness.co_served_engine import (
     chunk,
     co_serving,
     offline,
+    profiled,
     request,
     told,
     view,
@@ -221,11 +225,22 @@ HAPPENINGS: dict[str, Callable[[CoServing], object]] = {
 }
 
 
+AT_BLOCK_END: Final = 11
+"""The step in which the online request of `decoding` needs another block: it has 7 of 16 tokens,
+and computes its 102nd token in the first."""
+
+
 def decoding(served: CoServing) -> CoServingView:
     """An online request that decodes, and an offline one that is parked."""
     facts = {"num_tokens": 101, "num_output_tokens": 1}
     both = request("person", **facts), offline("document", **facts)
     return view(*(served.view(each, computed_tokens=100, held_blocks=7) for each in both))
+
+
+def decode(served: CoServing, name: str) -> CoServedRequest:
+    """An online request that decodes."""
+    one = request(name, num_tokens=101, num_output_tokens=1)
+    return served.view(one, computed_tokens=100, held_blocks=7)
 
 
 def settled() -> CoServing:
@@ -242,13 +257,15 @@ def test_a_plan_serves_some_steps_in_which_nothing_happens() -> None:
         plan = served.plan(decoding(served))
         for step in range(SETTLED_STEPS):
             served.begin()
-            assert served.settled_plan(0, 2) is None, "no block for a decode"
-            assert served.settled_plan(1, 1) is None, "an operator has evicted one"
-            assert served.settled_plan(1, 2) is plan, step
+            free_blocks = int(step == AT_BLOCK_END)
+            if free_blocks:
+                assert served.settled_plan(0, 2, 0.0) is None, "no block for the next token"
+            assert served.settled_plan(1, 1, 0.0) is None, "an operator has evicted one"
+            assert served.settled_plan(free_blocks, 2, 0.0) is plan, step
             assert served.tokens is not None
             assert served.tokens.take("person", 1, is_offline=False, is_inside=True) == 1
             assert served.tokens.take("document", 1, is_offline=True, is_inside=True) == 0
-        assert served.settled_plan(1, 2) is None
+        assert served.settled_plan(1, 2, 0.0) is None
 
 
 @pytest.mark.parametrize("happens", HAPPENINGS)
@@ -256,7 +273,111 @@ def test_a_plan_serves_no_step_after_something_has_happened(happens: str) -> Non
     served = settled()
     served.plan(decoding(served))
     HAPPENINGS[happens](served)
-    assert served.settled_plan(100, 2) is None
+    assert served.settled_plan(100, 2, 0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("free_blocks", "granted"), [(1, SETTLED_STEPS - 1), (0, AT_BLOCK_END - 1)]
+)
+def test_steps_are_granted_a_plan_as_far_as_blocks_are_enough(
+    free_blocks: int, granted: int
+) -> None:
+    served = settled()
+    plan = served.plan(decoding(served))
+    assert not served.goes_on(), "nothing was granted"
+    assert served.settled_plan(free_blocks, 2, 0.0) is plan
+    served.grant(free_blocks)
+    assert [served.goes_on() for _ in range(granted + 1)] == [True] * granted + [False]
+    assert (served.settled_plan(1, 2, 0.0) is plan) == (not free_blocks)
+
+
+@pytest.mark.parametrize("happens", sorted(HAPPENINGS.keys() - {"a copy begins"}))
+def test_no_step_is_granted_a_plan_after_something_has_happened(happens: str) -> None:
+    served = settled()
+    served.plan(decoding(served))
+    assert served.settled_plan(100, 2, 0.0) is not None
+    served.grant(100)
+    assert served.goes_on()
+    HAPPENINGS[happens](served)
+    assert not served.goes_on()
+
+
+@pytest.mark.parametrize("policy", ["guarded", "conserve"])
+def test_a_plan_goes_on_for_the_online_requests_that_there_are(policy: str, tmp_path: Path) -> None:
+    """A second one comes, then a third, and two end; its steps are counted on."""
+    served = co_serving(co_serving=profiled(tmp_path, policy=policy, tpot_s=0.011))
+    for each in (request("person 1"), offline("document")):
+        served.arrived(each, 0.0)
+    served.admitted("document")
+    assert served.plan(decoding(served)).offline_tokens == {}
+    is_outdated = served.wants_online
+    assert not is_outdated
+    steps = 0
+    for count in (2, 3, 1):
+        if count > 1:
+            served.arrived(request(f"person {count}"), 1.0)
+        else:
+            served.removed("person 2")
+            served.removed("person 3")
+        assert served.wants_online
+        assert served.settled_plan(100, 1 + count, 0.0) is None
+        served.regroup([decode(served, f"person {at + 1}") for at in range(count)], 1 + count, 0.0)
+        for _ in range(3):
+            plan = served.settled_plan(100, 1 + count, 0.0)
+            steps += 1
+            assert plan is not None
+            assert plan.online_tokens == plan.online_load.new_tokens == count
+            tokens = served.tokens
+            assert tokens is not None
+            taken = [tokens.take("", 1, is_offline=False, is_inside=True) for _ in range(count + 1)]
+            assert sum(taken) == count + (policy == "guarded"), "the paper's are held to theirs"
+    while served.settled_plan(100, 2, 0.0) is not None:
+        steps += 1
+    assert steps == SETTLED_STEPS, "what it says of offline requests gets no older"
+
+
+def test_a_plan_goes_on_after_a_prompt_and_not_while_one_is_computed() -> None:
+    served = settled()
+    served.plan(decoding(served))
+    assert served.settled_plan(100, 2, 0.0) is not None
+    served.arrived(request("new"), 1.0)
+    both = decoding(served)
+    assert served.plan(both._replace(arriving=[served.view(request("new"))])).online_tokens == 101
+    half = served.view(request("new"), computed_tokens=50, held_blocks=4)
+    served.regroup([both.running[0], half], 3, 1.0)
+    assert served.settled_plan(100, 3, 1.0) is None
+    served.plan(both._replace(running=[*both.running, half]))
+    served.regroup([both.running[0], decode(served, "new")], 3, 1.0)
+    left = 0
+    while served.settled_plan(100, 3, 1.0) is not None:
+        left += 1
+    assert left == SETTLED_STEPS - 3
+
+
+def test_steps_that_follow_each_other_say_what_offline_tokens_cost_beside_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second that the engine waits for a request is no step's."""
+    noted: list[tuple[int, float, int]] = []
+    served = co_serving(co_serving=profiled(tmp_path, policy="conserve"))
+
+    def note(alone: StepLoad, load: StepLoad, seconds: float, *, steps: int) -> None:
+        noted.append((load.new_tokens - alone.new_tokens, round(seconds, 6), steps))
+
+    monkeypatch.setattr(served.policy.times, "paced", note)
+    for each in (request("person"), offline("document")):
+        served.arrived(each, 0.0)
+    served.admitted("document")
+    beside = decoding(served)
+    assert served.plan(beside._replace(now_s=2.0)).offline_tokens == {"document": 1}
+    parked = beside._replace(running=beside.running[:1])
+    served.plan(parked._replace(now_s=2.03))
+    for now_s in (2.1, 2.12, 2.14, 2.16):
+        assert served.settled_plan(100, 1, now_s) is not None
+    served.removed("person")
+    served.plan(parked._replace(running=[], now_s=2.18))
+    served.plan(beside._replace(now_s=3.18))
+    assert noted == [(1, 0.03, 1), (0, 0.02, 4)]
 
 
 def test_a_plan_that_leaves_an_arrival_out_serves_its_own_step_alone() -> None:
@@ -265,7 +386,7 @@ def test_a_plan_that_leaves_an_arrival_out_serves_its_own_step_alone() -> None:
     HAPPENINGS["vLLM refuses"](served)
     plan = served.plan(decoding(served)._replace(arriving=[served.view(request("new"))]))
     assert plan.online_tokens == 1
-    assert served.settled_plan(100, 2) is None
+    assert served.settled_plan(100, 2, 0.0) is None
 
 
 def test_a_plan_of_anything_but_decodes_serves_its_own_step_alone() -> None:
@@ -280,7 +401,7 @@ def test_a_plan_of_anything_but_decodes_serves_its_own_step_alone() -> None:
         decodes._replace(free_blocks=-1),
     ):
         served.plan(shown)
-        assert served.settled_plan(100, len(shown.running)) is None, shown
+        assert served.settled_plan(100, len(shown.running), 0.0) is None, shown
 
 
 def test_a_copy_counts_once_it_is_there_and_one_that_is_lost_begins_again() -> None:

@@ -16,7 +16,8 @@ from aqua_schedulers.conserve import (
 )
 from aqualib.engines.vllm.co_serving.attainment import OnlineAttainment
 from aqualib.engines.vllm.co_serving.figures import LAG_READINGS
-from aqualib.engines.vllm.co_serving.scheduler import SETTLED_STEPS, CoServing
+from aqualib.engines.vllm.co_serving.plan_cache import SETTLED_STEPS
+from aqualib.engines.vllm.co_serving.scheduler import CoServing
 from aqualib.engines.vllm.options import read_options
 
 if TYPE_CHECKING:
@@ -277,9 +278,9 @@ def test_figures_are_read_once_while_one_plan_serves_on_and_when_something_happe
     for _ in range(2):
         assert is_told(served)
         for _ in range(SETTLED_STEPS):
-            assert served.settled_plan(100, 2) is not None
+            assert served.settled_plan(100, 2, 0.0) is not None
             assert is_told(served)
-        assert served.settled_plan(100, 2) is None
+        assert served.settled_plan(100, 2, 0.0) is None
         served.plan(seen)
     served.got_tokens(step("person"), {"person": person}, 0.5)
     assert not is_told(served), "its first token was on its way"

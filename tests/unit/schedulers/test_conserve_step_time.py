@@ -17,6 +17,7 @@ from aqua_schedulers.conserve import (
     fitted_profile,
 )
 from aqua_schedulers.conserve.profile import MAX_TERM_S
+from aqua_schedulers.conserve.step_time import ALONE_EVERY
 from harness.step_times import PROFILE
 
 
@@ -155,3 +156,58 @@ def test_what_steps_prove_under_a_profile_is_not_taken_for_the_fixed_budget() ->
     for _ in range(100):
         times.measured(load, PROFILE.seconds(load), limit_s=1.0, offline_tokens=512)
     assert times.fixed_tokens == 64
+
+
+ALONE = StepLoad(8, 4000, 0.0, 8)
+"""Eight answers; the profile wants half a percent more time for another decode beside them."""
+
+
+def lets_in(times: StepTimes) -> bool:
+    """Whether an offline decode may lengthen such a step by a fiftieth."""
+    own_s = times.seconds(ALONE)
+    return times.allows(ALONE.and_decode(100), 1.02 * own_s, 1, own_s)
+
+
+def step(times: StepTimes, cost: float, *, pace: float = 1.0) -> bool:
+    """One step in which an offline decode takes part if it may, at that cost; whether it did."""
+    is_in = lets_in(times)
+    load = ALONE.and_decode(100) if is_in else ALONE
+    alone_s = PROFILE.seconds(ALONE)
+    times.paced(ALONE, load, pace * (alone_s + cost * (PROFILE.seconds(load) - alone_s)))
+    return is_in
+
+
+def test_offline_tokens_that_cost_more_beside_answers_than_the_profile_says_are_kept_out() -> None:
+    times = StepTimes(PROFILE)
+    times.paced(ALONE, ALONE, 1.3 * PROFILE.seconds(ALONE), steps=16)
+    found = [step(times, 40.0, pace=1.3) for _ in range(10_000)]
+    assert found[0]
+    assert times.beside_cost > 2.0
+    assert 10 < sum(found) < 150, "they are tried again, now and then"
+    assert sum(found[-5000:]) < 75
+    cheap = [step(times, 1.0, pace=1.3) for _ in range(20_000)]
+    assert sum(cheap[-1000:]) > 900
+
+
+def test_offline_tokens_that_cost_what_the_profile_says_stay_though_steps_scatter() -> None:
+    """Steps scatter by more than ten times what such a token takes."""
+    times = StepTimes(PROFILE)
+    found = [step(times, 1.0, pace=(0.94, 1.06)[index // 3 % 2]) for index in range(8000)]
+    assert sum(found) > 7000
+    assert times.beside_cost < 2.0
+
+
+def test_answers_alone_are_timed_again_now_and_then_though_offline_tokens_always_fit() -> None:
+    times = StepTimes(PROFILE)
+    found = [step(times, 1.0) for _ in range(3 * ALONE_EVERY)]
+    assert found.count(False) == 2
+    assert found.index(False) == ALONE_EVERY
+
+
+def test_what_tokens_cost_beside_answers_is_nothing_to_a_limit_on_whole_steps() -> None:
+    times = StepTimes(PROFILE)
+    for _ in range(500):
+        times.paced(ALONE, ALONE, PROFILE.seconds(ALONE))
+        times.paced(ALONE, ALONE.and_decode(100), 3.0 * PROFILE.seconds(ALONE))
+    assert times.beside_cost > 50.0
+    assert times.allows(ALONE.and_decode(100), 1.02 * times.seconds(ALONE), 1)

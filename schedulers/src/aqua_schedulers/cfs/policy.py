@@ -175,6 +175,11 @@ class FairPolicy:
 
     # --- Decisions ---------------------------------------------------------------------------
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a request waits for memory."""
+        return bool(len(self._waiting))
+
     def begin_step(self) -> bool:
         """Called once per engine step; False: the last decision stands."""
         self._elapsed_steps += 1

@@ -121,6 +121,16 @@ class ConservePolicy:
             most = self._settings.offline_step_tokens
             self._offline_step_tokens = min(most, 2 * self._offline_step_tokens)
 
+    def paced(self, plan: CoServingPlan, seconds: float, steps: int = 1) -> None:
+        """Steps like the planned one followed each other so many seconds apart.
+
+        Only those say something of which all online requests are decodes: one with a prompt is by
+        itself.
+        """
+        alone = plan.online_load
+        if alone.new_tokens and not alone.pair_tokens:
+            self.times.paced(alone, plan.load, seconds, steps=steps)
+
     def aborted(self) -> None:
         """A preemptible step was aborted."""
         least = self._settings.least_step_tokens
@@ -168,7 +178,7 @@ class ConservePolicy:
             need = -(-overdue.known_tokens // self._block_tokens)
             while offline and (need > step.free_blocks or step.slots < 1):
                 self._preempt(step, offline.pop())
-        is_preemptible = not online_tokens
+        is_preemptible, online_load = not online_tokens, step.load
         self._fill(step, offline, due, starved)
         loading = [
             each for each in offline if each.is_loading and each.request_id not in step.preempt
@@ -186,6 +196,7 @@ class ConservePolicy:
             copy_out=self._checkpointed(view, offline, step, paced_s),
             copy_in=self._loaded(view, loading, start_loading, paced_s),
             load=step.load,
+            online_load=online_load,
             expected_s=expected_s,
             limit_s=step.kept_s,
         )

@@ -5,7 +5,10 @@ step took. It stands on one of two legs:
 
 - *Profiled*: the profile's prediction times a correction, which follows the measured steps, and a
   margin for how much they scatter around it. A limit that says how much longer a step may become
-  has the margin on that alone: the rest scatters as well without offline work.
+  has the margin on that alone: the rest scatters as well without offline work. What a token costs
+  beside answers is a hundredth of such a step, and a profile that is good to a twentieth may be
+  wrong about it many times over. So it is measured: by the pace of answers with offline tokens
+  beside them, and without (`paced`). They never count for less than the profile says.
 - *Fixed*: there is no profile, or it was wrong for many steps on end (scatter above a tolerance
   even after correction). Then offline work gets a number of tokens a step that no prediction is
   behind: it starts small, is cut whenever a step with offline work overran its limit, by as much as
@@ -46,6 +49,19 @@ times scatter, and fewer steps overrun."""
 TOLERATED_SCATTER: Final = 0.3
 """Mean deviation of corrected predictions above which a profile is wrong: a good one is 3 to 5 %
 off. Doubled, a wrong profile is believed for longer."""
+
+BESIDE_SHARE: Final = 0.01
+"""Share of a step in what offline tokens cost beside answers. Their time is less than what steps
+scatter by, so it takes a hundred to know. Doubled, a few late steps keep offline tokens out."""
+
+FORGETTING_SHARE: Final = 0.001
+"""Share of that which a step of online requests alone lets be forgotten: where offline tokens cost
+too much none is let in, and nothing would ever say that they have become cheaper. Doubled, they are
+tried twice as often: on a small model's CPU engine in one of 100 steps, not of 200."""
+
+ALONE_EVERY: Final = 1024
+"""Steps with offline tokens beside answers after which one run of steps is without, for the pace of
+online requests alone. Doubled, offline work gets a hundredth more, and a change is seen later."""
 
 MOST_SURPRISE: Final = 2.0
 """What a step counts for at most, over what was expected of it: one that the machine held up says
@@ -102,6 +118,11 @@ class StepTimes:
         self._profile = profile
         self._correction = 1.0
         self._scatter = 0.0 if profile is None else profile.relative_error / SCATTER_MARGIN
+        # Seconds of an online step over what the profile says; unknown at first.
+        self._pace: float | None = None
+        self._steps_beside = 0
+        # What offline tokens beside answers took, and were predicted to take, on average.
+        self._beside_s = self._predicted_beside_s = 0.0
         self._calm_budget, self._busy_budget = _FixedBudget(), _FixedBudget()
         self.basis = PredictionBasis.FIXED if profile is None else PredictionBasis.PROFILE
 
@@ -116,6 +137,13 @@ class StepTimes:
             return float("inf") if load.new_tokens else 0.0
         return self._profile.seconds(load) * self._correction
 
+    @property
+    def beside_cost(self) -> float:
+        """What offline tokens beside answers cost, over what the profile says; 1 at least."""
+        if not self._predicted_beside_s:
+            return 1.0
+        return max(1.0, self._beside_s / self._predicted_beside_s)
+
     def allows(
         self, load: StepLoad, limit_s: float, offline_tokens: int, own_s: float = 0.0
     ) -> bool:
@@ -125,15 +153,19 @@ class StepTimes:
             load: Of online and offline requests.
             limit_s: It keeps to.
             offline_tokens: Of the load.
-            own_s: Part of the step that is as uncertain without them, and needs no margin.
+            own_s: Part of the step that is as uncertain without them, and needs no margin: what
+                online requests take alone. 0 where the limit is not on what others add.
         """
         if self.basis is PredictionBasis.FIXED or self._profile is None:
             return limit_s > 0.0 and offline_tokens <= self._budget(load, offline_tokens).tokens
         if load.new_tokens > self._profile.max_tokens:
             return False
-        expected_s = self._profile.seconds(load) * self._correction
-        margin_s = SCATTER_MARGIN * self._scatter * max(0.0, expected_s - own_s)
-        return expected_s + margin_s <= limit_s
+        added_s = max(0.0, self._profile.seconds(load) * self._correction - own_s)
+        if own_s:
+            if self._steps_beside >= ALONE_EVERY:
+                return False
+            added_s *= self.beside_cost
+        return own_s + added_s * (1.0 + SCATTER_MARGIN * self._scatter) <= limit_s
 
     def chunk_within(
         self,
@@ -174,6 +206,38 @@ class StepTimes:
         self._correction += LEARNING_SHARE * (share - self._correction)
         is_wrong = self._scatter > TOLERATED_SCATTER
         self.basis = PredictionBasis.FIXED if is_wrong else PredictionBasis.PROFILE
+
+    def paced(self, alone: StepLoad, load: StepLoad, seconds: float, *, steps: int = 1) -> None:
+        """Learn how far apart steps began that followed each other.
+
+        Args:
+            alone: What online requests compute in each, which is all of `load` or not.
+            load: With offline tokens.
+            seconds: From one to the next.
+            steps: So many, all alike.
+        """
+        if self._profile is None:
+            return
+        alone_s = self._profile.seconds(alone)
+        added_s = self._profile.seconds(load) - alone_s
+        pace = 1.0 if self._pace is None else self._pace
+        seconds = min(seconds, MOST_SURPRISE * (pace * alone_s + added_s))
+        if load == alone:
+            self._steps_beside = 0
+            share = 1.0 - (1.0 - LEARNING_SHARE) ** steps
+            measured = seconds / alone_s
+            self._pace = measured if self._pace is None else pace + share * (measured - pace)
+            forgotten = 1.0 - (1.0 - FORGETTING_SHARE) ** steps
+            self._beside_s += forgotten * (self._predicted_beside_s - self._beside_s)
+            return
+        self._steps_beside += steps
+        if self._pace is None:
+            return
+        added_s *= self._correction
+        if not self._predicted_beside_s:
+            self._beside_s = self._predicted_beside_s = added_s
+        self._beside_s += BESIDE_SHARE * (seconds - pace * alone_s - self._beside_s)
+        self._predicted_beside_s += BESIDE_SHARE * (added_s - self._predicted_beside_s)
 
     def _budget(self, load: StepLoad, offline_tokens: int) -> _FixedBudget:
         """That of steps like this one, of which so many tokens are offline's."""

@@ -107,6 +107,7 @@ class CoServingPlan(NamedTuple):
         copy_out: Further full blocks of each offline request to copy to the checkpoint store.
         copy_in: Waiting offline requests to load in the background, with the blocks of this step.
         load: What the step computes if all online demand is met, for the arrival handler.
+        online_load: What of it online requests compute.
         expected_s: What that is predicted to take.
         limit_s: What it was planned to keep to; infinity for none.
     """
@@ -119,6 +120,7 @@ class CoServingPlan(NamedTuple):
     copy_out: Mapping[str, int] = {}
     copy_in: Mapping[str, int] = {}
     load: StepLoad = StepLoad()
+    online_load: StepLoad = StepLoad()
     expected_s: float = 0.0
     limit_s: float = inf
 

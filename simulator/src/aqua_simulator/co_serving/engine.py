@@ -417,6 +417,7 @@ class CoServingEngine:
                 job.counted_tokens = counted
         spent_s = step.end_s - step.start_s - step.stall_s
         self.policy.stepped(step.plan, step.load, spent_s, self.now_s)
+        self.policy.paced(step.plan, spent_s)
 
     def _emit(self, job: CoServedJob) -> None:
         """Hand out a token at the end of a step."""

@@ -24,6 +24,7 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from aqua_schedulers.cfs import (
@@ -127,12 +128,15 @@ class AquaScheduler(EvictionScheduler):
         if self._may_be_aborted is not None:
             return self._schedule_nothing(*args, **kwargs)
         pause = self.pause_state
+        if pause is PauseState.UNPAUSED and not self._evicted and self._goes_on():
+            return self._schedule_plainly(*args, **kwargs)
         if self._evicted:
             self._end_evictions(ends_all=pause is PauseState.PAUSED_NEW)
         co_serving = self.co_serving
         if co_serving is not None:
             co_serving.begin()
             if pause is not PauseState.UNPAUSED:
+                co_serving.paused()
                 self._order_running(co_serving)
         if pause is PauseState.PAUSED_NEW:
             begun = (r.request_id for r in self._queue if _has_begun(r))
@@ -202,6 +206,8 @@ class AquaScheduler(EvictionScheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """A step has ended."""
+        if scheduler_output is self._plain_output:  # In which nothing was loaded.
+            return Scheduler.update_from_output(self, scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self.paging is not None and self.paging.groups.loses_all and self.paging.failed_loads:
             self._begin_again(self.paging.failed_loads)

@@ -18,8 +18,6 @@ none of this was run: its steps run to their end (`abort_checks`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, kv_transfer_state
@@ -44,8 +42,12 @@ class AquaWorker(PlatformWorker):
         """Run a step as vLLM does, or as far as it comes."""
         self._aborted = None
         if self._leaves_connector_alone(scheduler_output):
-            with connector_at_rest():
+            connector = kv_transfer_state._KV_CONNECTOR_AGENT  # noqa: SLF001 - as its second runner
+            kv_transfer_state._KV_CONNECTOR_AGENT = None  # noqa: SLF001
+            try:
                 return super().execute_model(scheduler_output)
+            finally:
+                kv_transfer_state._KV_CONNECTOR_AGENT = connector  # noqa: SLF001
         try:
             return super().execute_model(scheduler_output)
         except StepAbortedError:
@@ -92,17 +94,6 @@ class AquaWorker(PlatformWorker):
             sampled_token_ids=[[] for _ in names],
             kv_connector_output=reported,
         )
-
-
-@contextmanager
-def connector_at_rest() -> Iterator[None]:
-    """Have vLLM find no connector in this worker."""
-    connector = get_kv_transfer_group()
-    kv_transfer_state._KV_CONNECTOR_AGENT = None  # noqa: SLF001 - as vLLM's second runner does
-    try:
-        yield
-    finally:
-        kv_transfer_state._KV_CONNECTOR_AGENT = connector  # noqa: SLF001
 
 
 def _drop_empty_report(output: ModelRunnerOutput) -> None:

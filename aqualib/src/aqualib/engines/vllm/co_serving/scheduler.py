@@ -25,8 +25,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -48,6 +47,7 @@ from aqua_schedulers.conserve import (
 )
 from aqualib.engines.vllm.co_serving.attainment import OnlineAttainment
 from aqualib.engines.vllm.co_serving.figures import CoServingTotals
+from aqualib.engines.vllm.co_serving.plan_cache import PlanCache
 from aqualib.engines.vllm.co_serving.safepoints import SafepointOrder
 from aqualib.engines.vllm.co_serving.step_aborts import StepAborts
 from aqualib.engines.vllm.co_serving.step_tokens import StepTokens
@@ -56,11 +56,6 @@ from aqualib.engines.vllm.requests.deadline import finish_in_s_of
 from aqualib.engines.vllm.requests.service_class import service_class_of
 
 logger: Final = logging.getLogger("aqualib")
-
-SETTLED_STEPS: Final = 15
-"""Steps beyond its own that a plan serves while nothing happens, by judgement. Doubled, planning
-costs such steps half as much, and an offline request that becomes due, or starved, or fits beside
-longer answers, is noticed after twice as many."""
 
 
 class SavedBlocks(Protocol):
@@ -82,16 +77,6 @@ class _Step(NamedTuple):
     plan: CoServingPlan
 
 
-@dataclass(slots=True)
-class _SettledPlan:
-    """A plan that serves further steps, with the tokens of its online requests."""
-
-    plan: CoServingPlan
-    online_tokens: int
-    running_count: int
-    steps_left: int = SETTLED_STEPS
-
-
 class CoServing:
     """Online and offline requests of one engine; owned by its scheduler's thread.
 
@@ -102,6 +87,7 @@ class CoServing:
         is_load_async: Whether KV comes back beside the steps.
         abortable_layers: Of the model on each rank, if its steps can be aborted; else None.
         overlaps_steps: Whether a step is scheduled while another runs, if neither may be aborted.
+        lookahead_tokens: For which a request holds blocks beyond those that it computes.
 
     Attributes:
         tokens: Of the step that is being scheduled; None while nothing is planned, as in a pause.
@@ -117,6 +103,7 @@ class CoServing:
         is_load_async: bool,
         abortable_layers: int | None = None,
         overlaps_steps: bool = False,
+        lookahead_tokens: int = 0,
     ) -> None:
         given = options.co_serving
         assert given is not None
@@ -137,13 +124,15 @@ class CoServing:
             ),
             block_tokens=block_tokens,
         )
+        self._settled: Final = PlanCache(
+            self.policy.paced, block_tokens=block_tokens, lookahead_tokens=lookahead_tokens
+        )
         self._urgent = options.urgent
         self._offline: dict[str, float] = {}  # With the deadline of each.
         self._arrivals_s: dict[str, float] = {}
         self._copying: set[str] = set()
         self._steps: deque[_Step] = deque()
         self._stalled_steps = 0
-        self._settled: _SettledPlan | None = None
         self.overlaps_steps: Final = overlaps_steps
         self._plan: CoServingPlan | None = None
         self._order: SafepointOrder | None = None
@@ -189,14 +178,15 @@ class CoServing:
             Whether it is offline.
         """
         name = request.request_id
-        self._settled = None
         self._arrivals_s[name] = now_s
         if self.aborts is not None:
             self.aborts.arrived(name)
         if service_class_of(request, self._urgent) is ServiceClass.ONLINE:
             if request.sampling_params is not None:  # Embeddings have no first token.
                 self.attainment.arrived(name, now_s - waited_s)
+            self._online_changed()
             return False
+        self._settled.drop()
         self._offline[name] = now_s + finish_in_s_of(request)
         self.policy.added(self.view(request), now_s)
         return True
@@ -212,14 +202,14 @@ class CoServing:
 
     def admitted(self, request_id: str) -> None:
         """An offline request holds blocks now."""
-        self._settled = None
+        self._settled.drop()
         if self.policy.waiting.get(request_id) is not None:
             self.policy.waiting.take(request_id)
 
     def preempted(self, request: Any, saved: SavedBlocks | None, now_s: float) -> None:
         """An offline request gave up its blocks; what the store has of them is booked."""
         name = request.request_id
-        self._settled = None
+        self._settled.drop()
         self.figures.counts.offline_preemptions += 1
         self._end_copies(name)
         blocks = 0 if saved is None else saved.saved_tokens(name) // self.block_tokens
@@ -233,21 +223,27 @@ class CoServing:
 
     def online_preempted(self, running: Iterable[Any]) -> None:
         """An online request gave up its blocks; no offline one should run then."""
-        self._settled = None
+        self._settled.drop()
         is_first = any(request.request_id in self._offline for request in running)
         self.figures.counts.online_preempted_first += is_first
 
     def removed(self, request_id: str) -> None:
         """A request ended."""
-        self._settled = None
         self._arrivals_s.pop(request_id, None)
         if self.aborts is not None:
             self.aborts.got_somewhere([request_id])
-        if request_id in self._offline:
-            self.figures.counts.offline_ended += 1
-            del self._offline[request_id]
-            self._end_copies(request_id)
-            self.policy.removed(request_id)
+        if request_id not in self._offline:
+            self._online_changed()
+            return
+        self._settled.drop()
+        self.figures.counts.offline_ended += 1
+        del self._offline[request_id]
+        self._end_copies(request_id)
+        self.policy.removed(request_id)
+
+    def _online_changed(self) -> None:
+        self.figures.is_told = False
+        self._settled.online_changed()
 
     def view(
         self, request: Any, *, computed_tokens: int = 0, held_blocks: int = 0
@@ -279,6 +275,10 @@ class CoServing:
         self.tokens = self._plan = self._order = None
         self._is_withheld = False
 
+    def paused(self) -> None:
+        """The step that begins is not planned, as the engine pauses."""
+        self._settled.drop()
+
     def plan(self, view: CoServingView) -> CoServingPlan:
         """What the next step does; its tokens are handed out from now on.
 
@@ -292,9 +292,9 @@ class CoServing:
 
         While an online request is on its way to the scheduler, no step begins without one.
         """
-        if self._settled is None:
+        if not self._settled.stands:
             self.figures.is_told = False
-        self._settled = None
+        self._settled.end_run(view.now_s)
         self.figures.running = view.running
         if self._stalled_steps:
             view = view._replace(arriving=[])
@@ -302,40 +302,55 @@ class CoServing:
         plan = self.policy.plan(view._replace(runs_through=runs_through))
         if plan.is_preemptible and self.aborts is not None and self.aborts.is_expecting(view.now_s):
             self._is_withheld = True
+            self._settled.drop()
             self.tokens = StepTokens({}, view.max_tokens)
             return plan._replace(
                 offline_tokens={}, admit=[], copy_in={}, load=StepLoad(), is_preemptible=False
             )
         if self._stalled_steps > 1 or not (plan.online_tokens or plan.offline_tokens):
+            self._settled.drop()
             return plan
         online_tokens = view.max_tokens - sum(plan.offline_tokens.values())
         if self.policy.bounds_online:
             online_tokens = plan.online_tokens
         self.tokens = StepTokens(plan.offline_tokens, online_tokens)
         self._plan = plan
-        if not self._stalled_steps and _is_settled(plan, view):
-            self._settled = _SettledPlan(plan, online_tokens, len(view.running))
+        self._settled.planned(plan, online_tokens, view, is_stalled=self._stalled_steps > 0)
         return plan
 
-    def settled_plan(self, free_blocks: int, running_count: int) -> CoServingPlan | None:
+    def goes_on(self) -> bool:
+        """Whether the step that begins is granted the last plan: it needs no look and no tokens."""
+        return self._settled.goes_on()
+
+    def grant(self, free_blocks: int) -> None:
+        """Let further steps begin so (`PlanCache.grant`)."""
+        self._settled.grant(free_blocks)
+
+    @property
+    def wants_online(self) -> bool:
+        """Whether the last plan is to be told of the online requests that there are."""
+        return self._settled.wants_online
+
+    def regroup(self, online: Sequence[CoServedRequest], running_count: int, now_s: float) -> None:
+        """Have the last plan go on for all online requests in memory (`PlanCache.regroup`)."""
+        bounds = self.policy.bounds_online
+        self._settled.regroup(online, running_count, now_s, bounds_online=bounds)
+
+    def settled_plan(
+        self, free_blocks: int, running_count: int, now_s: float
+    ) -> CoServingPlan | None:
         """The last plan, if it serves this step as well; its tokens are handed out again.
 
-        It does for some steps while online requests decode, offline ones are parked, and nothing
-        happens: no request comes, goes or moves, and nothing is copied.
-
-        Args:
-            free_blocks: Of which each online request may take one.
-            running_count: Requests of both classes.
+        Nothing is being copied then. Arguments as for `PlanCache.next`.
         """
-        settled = self._settled
-        if settled is None or self._copying or running_count != settled.running_count:
+        if self._copying:
             return None
-        if not settled.steps_left or free_blocks < settled.plan.online_tokens:
+        settled = self._settled.next(free_blocks, running_count, now_s)
+        if settled is None:
             return None
-        settled.steps_left -= 1
-        self.tokens = StepTokens({}, settled.online_tokens)
-        self._plan = settled.plan
-        return settled.plan
+        self._plan, online_tokens = settled
+        self.tokens = StepTokens({}, online_tokens)
+        return self._plan
 
     def safepoints_of(self, scheduled: Mapping[str, int]) -> SafepointOrder | None:
         """What workers are told of the step that vLLM has just scheduled, if there is anything.
@@ -375,7 +390,7 @@ class CoServing:
         is_stalled = is_refused and not is_memory_coming
         self._stalled_steps = self._stalled_steps + 1 if is_stalled else 0
         if is_refused:
-            self._settled = None
+            self._settled.drop()
         offline = {name: tokens for name, tokens in taken.items() if name in self._offline}
         plan = plan._replace(offline_tokens=offline)
         self._steps.append(_Step(output, plan))
@@ -442,7 +457,7 @@ class CoServing:
 
     def forget_saved(self) -> None:
         """Nothing that is in the store is of use any more."""
-        self._settled = None
+        self._settled.drop()
         for name in self._offline:
             self._end_copies(name)
             self.policy.checkpoints.lose(name)
@@ -459,20 +474,11 @@ class CoServing:
     @property
     def is_told(self) -> bool:
         """Whether nothing has happened since figures were read: a settled plan serves on."""
-        return self._settled is not None and self.figures.is_told
+        return self._settled.stands and self.figures.is_told
 
     def totals(self) -> dict[str, float]:
         """What is counted here, and levels, by the names of `operations.metrics`."""
-        return self.figures.totals(is_last=self._settled is not None)
-
-
-def _is_settled(plan: CoServingPlan, view: CoServingView) -> bool:
-    """Whether the step after this one is as it, as long as nothing happens."""
-    moves = plan.preempt, plan.offline_tokens, plan.admit, plan.copy_in, plan.copy_out
-    if any(moves) or view.arriving:
-        return False
-    online = [each for each in view.running if each.service_class is ServiceClass.ONLINE]
-    return len(online) == plan.online_tokens > 0 and all(each.is_decode for each in online)
+        return self.figures.totals(is_last=self._settled.stands)
 
 
 def _profile_of(given: CoServingOptions, key: StepTimeKey) -> StepTimeProfile | None:

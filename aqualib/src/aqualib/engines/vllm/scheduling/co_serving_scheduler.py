@@ -11,8 +11,9 @@ layers the answer may be any number up to the one in the question, and 0 of a ru
 that it does not take part in the step but stays in memory.
 
 A plan costs a look at each request that holds memory, and a view of those that have computed. While
-online requests decode, offline ones are parked and nothing happens, one plan serves some steps.
-Where steps follow each other, these are vLLM's own steps: nothing is asked, timed or looked at.
+online requests decode, offline ones are parked and nothing happens to these, one plan serves some
+steps; when online requests come and go, it goes on for those that there are. Where steps follow
+each other, these are vLLM's own steps: nothing is asked, timed or looked at.
 """
 
 from __future__ import annotations
@@ -69,13 +70,15 @@ class CoServingScheduler(LendingScheduler):
     _holding: dict[str, CoServedRequest | None]
     _max_running: int
     max_num_scheduled_tokens: int
+    num_lookahead_tokens: int
 
     def _open_co_serving(self, options: AquaOptions, block_tokens: int) -> None:
         self.co_serving = None
         self._plan: CoServingPlan | None = None
         self._is_settled = False
-        # The step under way, if it is vLLM's own.
+        # The step under way, if it is vLLM's own, and its tokens.
         self._plain_output: Any = None
+        self._plain_tokens = 0
         # Online requests that the fair policy admits until it decides again.
         self._listed: Sequence[str] = ()
         if options.co_serving is None:
@@ -90,6 +93,7 @@ class CoServingScheduler(LendingScheduler):
             is_load_async=is_load_async,
             abortable_layers=abortable_layers(self.vllm_config, options),
             overlaps_steps=self.vllm_config.max_concurrent_batches > 1,
+            lookahead_tokens=self.num_lookahead_tokens,
         )
         if self.co_serving.aborts is not None:
             hear_arrivals()
@@ -138,8 +142,15 @@ class CoServingScheduler(LendingScheduler):
         paging = self.paging
         if paging is not None and (paging.freeing_blocks or paging.loading_ids()):
             return None
+        now_s = time.monotonic()
+        if co_serving.wants_online and not any(self._arriving(co_serving)):
+            self._order_running(co_serving)
+            is_offline = co_serving.is_offline
+            online = [r for r in self.running if not is_offline(r.request_id)]
+            views = [self._in_memory(co_serving, request) for request in online]
+            co_serving.regroup(views, len(self.running), now_s)
         free_blocks = int(self.kv_cache_manager.block_pool.get_num_free_blocks())
-        return co_serving.settled_plan(free_blocks, len(self.running))
+        return co_serving.settled_plan(free_blocks, len(self.running), now_s)
 
     def _order_running(self, co_serving: CoServing, planned: Iterable[str] = ()) -> None:
         """Have decodes, then prompts, offline requests as planned, and the other offline ones."""
@@ -158,14 +169,39 @@ class CoServingScheduler(LendingScheduler):
         plan, co_serving = self._plan, self.co_serving
         if not self._is_settled or plan is None or co_serving is None:
             return super().schedule(*args, **kwargs)
+        if not self._is_watched and not co_serving.overlaps_steps:
+            if not self._policy.has_waiting:
+                co_serving.grant(int(self.kv_cache_manager.block_pool.get_num_free_blocks()))
+            self._plain_tokens = plan.online_tokens
+            return self._schedule_plainly(*args, **kwargs)
         # It stops asking once all tokens are given out, and online requests are asked first.
-        budget, asks = self.max_num_scheduled_tokens, self.need_mamba_block_aligned_split
+        budget = self.max_num_scheduled_tokens
         self.max_num_scheduled_tokens = plan.online_tokens
         try:
-            if self._is_watched or co_serving.overlaps_steps:
-                return super().schedule(*args, **kwargs)
-            # Each of them has one token to compute, and there is one for each.
-            self.need_mamba_block_aligned_split = False
+            return super().schedule(*args, **kwargs)
+        finally:
+            self.max_num_scheduled_tokens = budget
+
+    def _goes_on(self) -> bool:
+        """Whether the step that begins is as the one before it, which was vLLM's own."""
+        co_serving = self.co_serving
+        if co_serving is None or self._is_watched or self._policy.has_waiting:
+            return False
+        if not co_serving.goes_on():
+            return False
+        self._policy.begin_step()  # There is no turn, as no request waits.
+        return True
+
+    def _schedule_plainly(self, *args: Any, **kwargs: Any) -> Any:
+        """Have vLLM schedule online decodes alone, asking nothing.
+
+        Each of them has one token to compute, and there is one for each; once these are given out,
+        vLLM looks at no further request.
+        """
+        budget, asks = self.max_num_scheduled_tokens, self.need_mamba_block_aligned_split
+        self.max_num_scheduled_tokens = self._plain_tokens
+        self.need_mamba_block_aligned_split = False
+        try:
             self._plain_output = Scheduler.schedule(self, *args, **kwargs)
             return self._plain_output
         finally:
@@ -207,8 +243,6 @@ class CoServingScheduler(LendingScheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Go on as vLLM does, and note who has a first token."""
-        if scheduler_output is self._plain_output:
-            return Scheduler.update_from_output(self, scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self.co_serving is not None:
             self.co_serving.got_tokens(scheduler_output, self.requests, time.monotonic())
