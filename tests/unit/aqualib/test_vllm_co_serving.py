@@ -213,8 +213,8 @@ HAPPENINGS: dict[str, Callable[[CoServing], object]] = {
     "online arrives": lambda served: served.arrived(request("new"), 1.0),
     "offline arrives": lambda served: served.arrived(offline("new"), 1.0),
     "offline comes in": lambda served: served.admitted("document"),
-    "online ends": lambda served: served.removed("person"),
-    "offline ends": lambda served: served.removed("document"),
+    "online ends": lambda served: served.removed("person", 1.0),
+    "offline ends": lambda served: served.removed("document", 1.0),
     "offline leaves": lambda served: served.preempted(offline("document"), None, 1.0),
     "online leaves": lambda served: served.online_preempted([]),
     "a copy begins": lambda served: served.copy_begun("document", 1),
@@ -317,11 +317,11 @@ def test_a_plan_goes_on_for_the_online_requests_that_there_are(policy: str, tmp_
         if count > 1:
             served.arrived(request(f"person {count}"), 1.0)
         else:
-            served.removed("person 2")
-            served.removed("person 3")
+            served.removed("person 2", 1.0)
+            served.removed("person 3", 1.0)
         assert served.wants_online
         assert served.settled_plan(100, 1 + count, 0.0) is None
-        served.regroup([decode(served, f"person {at + 1}") for at in range(count)], 1 + count, 0.0)
+        served.regroup([decode(served, f"person {at + 1}") for at in range(count)], 1 + count)
         for _ in range(3):
             plan = served.settled_plan(100, 1 + count, 0.0)
             steps += 1
@@ -344,10 +344,10 @@ def test_a_plan_goes_on_after_a_prompt_and_not_while_one_is_computed() -> None:
     both = decoding(served)
     assert served.plan(both._replace(arriving=[served.view(request("new"))])).online_tokens == 101
     half = served.view(request("new"), computed_tokens=50, held_blocks=4)
-    served.regroup([both.running[0], half], 3, 1.0)
+    served.regroup([both.running[0], half], 3)
     assert served.settled_plan(100, 3, 1.0) is None
     served.plan(both._replace(running=[*both.running, half]))
-    served.regroup([both.running[0], decode(served, "new")], 3, 1.0)
+    served.regroup([both.running[0], decode(served, "new")], 3)
     left = 0
     while served.settled_plan(100, 3, 1.0) is not None:
         left += 1
@@ -357,7 +357,7 @@ def test_a_plan_goes_on_after_a_prompt_and_not_while_one_is_computed() -> None:
 def test_steps_that_follow_each_other_say_what_offline_tokens_cost_beside_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second that the engine waits for a request is no step's."""
+    """Not seconds in which an engine waits for a request, or pauses."""
     noted: list[tuple[int, float, int]] = []
     served = co_serving(co_serving=profiled(tmp_path, policy="conserve"))
 
@@ -374,10 +374,12 @@ def test_steps_that_follow_each_other_say_what_offline_tokens_cost_beside_answer
     served.plan(parked._replace(now_s=2.03))
     for now_s in (2.1, 2.12, 2.14, 2.16):
         assert served.settled_plan(100, 1, now_s) is not None
-    served.removed("person")
-    served.plan(parked._replace(running=[], now_s=2.18))
+    served.removed("person", 2.18)
     served.plan(beside._replace(now_s=3.18))
-    assert noted == [(1, 0.03, 1), (0, 0.02, 4)]
+    served.begin()
+    served.paused()
+    served.plan(beside._replace(now_s=9.0))
+    assert noted == [(1, 0.03, 1), (0, 0.02, 4)], "neither idle seconds nor a pause are a step's"
 
 
 def test_a_plan_that_leaves_an_arrival_out_serves_its_own_step_alone() -> None:
@@ -430,7 +432,7 @@ def test_what_a_preempted_request_saved_is_what_the_store_says() -> None:
     assert served.totals()["offline_requests_waiting"] == 1
     served.forget_saved()
     assert served.policy.checkpoints.of("a").saved == 0
-    served.removed("a")
+    served.removed("a", 1.0)
     assert not served.is_offline("a")
     assert served.policy.checkpoints.stored_blocks == 0
     assert served.totals()["offline_requests_waiting"] == 0

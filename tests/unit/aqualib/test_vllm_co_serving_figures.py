@@ -109,11 +109,11 @@ def test_an_offline_request_is_judged_by_neither_objective_and_counted_at_its_en
     served.got_tokens(step("document"), {"document": one}, 900.0)
     assert served.totals()["offline_requests_ended"] == 0
     served.attainment.ended("document", 20, 990.0, is_left=False)
-    served.removed("document")
+    served.removed("document", 1.0)
     assert served.totals()["offline_requests_ended"] == 1
     assert objectives_met(served) == (0, 0, 0, 0)
     served.arrived(request("person"), 0.0)
-    served.removed("person")
+    served.removed("person", 1.0)
     assert served.totals()["offline_requests_ended"] == 1
 
 
@@ -243,7 +243,7 @@ def test_blocks_lag_behind_until_their_copy_is_acknowledged_and_while_their_requ
     assert [lag(served) for _ in range(LAG_READINGS)][-1] == 2 + 2
     served.preempted(both[0], Store(4), 1.0)
     assert lag(served) == 2, "one that waits lags at nothing"
-    served.removed("b")
+    served.removed("b", 1.0)
     assert lag(served) == 0
 
 
@@ -286,7 +286,7 @@ def test_figures_are_read_once_while_one_plan_serves_on_and_when_something_happe
     assert not is_told(served), "its first token was on its way"
     served.totals()
     assert is_told(served)
-    served.removed("document")
+    served.removed("document", 1.0)
     assert not is_told(served)
     served.totals()
     served.plan(view(seen.running[0]))

@@ -121,5 +121,5 @@ def test_an_offline_request_keeps_its_deadline_from_when_it_arrived_until_it_end
     served.preempted(wanted, None, 400.0)
     assert [each.finish_by_s for each in served.policy.waiting] == [605.0, inf]
     assert served.view(online).finish_by_s == inf
-    served.removed("a")
+    served.removed("a", 1.0)
     assert served.view(wanted).finish_by_s == inf

@@ -7,8 +7,8 @@ step took. It stands on one of two legs:
   margin for how much they scatter around it. A limit that says how much longer a step may become
   has the margin on that alone: the rest scatters as well without offline work. What a token costs
   beside answers is a hundredth of such a step, and a profile that is good to a twentieth may be
-  wrong about it many times over. So it is measured: by the pace of answers with offline tokens
-  beside them, and without (`paced`). They never count for less than the profile says.
+  wrong about it many times over. So the pace of answers is measured with offline tokens beside
+  them, and without (`paced`), and where it differs by too much they are kept out.
 - *Fixed*: there is no profile, or it was wrong for many steps on end (scatter above a tolerance
   even after correction). Then offline work gets a number of tokens a step that no prediction is
   behind: it starts small, is cut whenever a step with offline work overran its limit, by as much as
@@ -50,14 +50,14 @@ TOLERATED_SCATTER: Final = 0.3
 """Mean deviation of corrected predictions above which a profile is wrong: a good one is 3 to 5 %
 off. Doubled, a wrong profile is believed for longer."""
 
-BESIDE_SHARE: Final = 0.01
-"""Share of a step in what offline tokens cost beside answers. Their time is less than what steps
-scatter by, so it takes a hundred to know. Doubled, a few late steps keep offline tokens out."""
+TOLERATED_EXCESS: Final = 0.05
+"""Share by which steps may really be longer with offline tokens beside answers, whatever a profile
+says: it is off by about as much. Doubled, answers lose up to a tenth before offline work does."""
 
 FORGETTING_SHARE: Final = 0.001
-"""Share of that which a step of online requests alone lets be forgotten: where offline tokens cost
-too much none is let in, and nothing would ever say that they have become cheaper. Doubled, they are
-tried twice as often: on a small model's CPU engine in one of 100 steps, not of 200."""
+"""Share of that excess which a step of online requests alone lets be forgotten: else none would be
+let in any more, and say that it has become less. Doubled, they are tried twice as often: where they
+lengthen a step by a quarter, in one of 100 steps, not of 200."""
 
 ALONE_EVERY: Final = 1024
 """Steps with offline tokens beside answers after which one run of steps is without, for the pace of
@@ -118,11 +118,11 @@ class StepTimes:
         self._profile = profile
         self._correction = 1.0
         self._scatter = 0.0 if profile is None else profile.relative_error / SCATTER_MARGIN
-        # Seconds of an online step over what the profile says; unknown at first.
-        self._pace: float | None = None
+        # Seconds of steps of online requests alone over what the profile says, by how many these
+        # are: the profile is off by as much as matters here, and by another share for each number.
+        self._pace: dict[int, float] = {}
         self._steps_beside = 0
-        # What offline tokens beside answers took, and were predicted to take, on average.
-        self._beside_s = self._predicted_beside_s = 0.0
+        self._excess = 0.0
         self._calm_budget, self._busy_budget = _FixedBudget(), _FixedBudget()
         self.basis = PredictionBasis.FIXED if profile is None else PredictionBasis.PROFILE
 
@@ -138,11 +138,9 @@ class StepTimes:
         return self._profile.seconds(load) * self._correction
 
     @property
-    def beside_cost(self) -> float:
-        """What offline tokens beside answers cost, over what the profile says; 1 at least."""
-        if not self._predicted_beside_s:
-            return 1.0
-        return max(1.0, self._beside_s / self._predicted_beside_s)
+    def excess(self) -> float:
+        """Share by which steps were longer with offline tokens beside answers, on average."""
+        return self._excess
 
     def allows(
         self, load: StepLoad, limit_s: float, offline_tokens: int, own_s: float = 0.0
@@ -160,12 +158,13 @@ class StepTimes:
             return limit_s > 0.0 and offline_tokens <= self._budget(load, offline_tokens).tokens
         if load.new_tokens > self._profile.max_tokens:
             return False
-        added_s = max(0.0, self._profile.seconds(load) * self._correction - own_s)
-        if own_s:
-            if self._steps_beside >= ALONE_EVERY:
-                return False
-            added_s *= self.beside_cost
-        return own_s + added_s * (1.0 + SCATTER_MARGIN * self._scatter) <= limit_s
+        expected_s = self._profile.seconds(load) * self._correction
+        margin_s = SCATTER_MARGIN * self._scatter * max(0.0, expected_s - own_s)
+        if own_s and self._steps_beside >= ALONE_EVERY:
+            return False
+        if self._excess > TOLERATED_EXCESS:
+            margin_s += self._excess * own_s
+        return expected_s + margin_s <= limit_s
 
     def chunk_within(
         self,
@@ -220,24 +219,19 @@ class StepTimes:
             return
         alone_s = self._profile.seconds(alone)
         added_s = self._profile.seconds(load) - alone_s
-        pace = 1.0 if self._pace is None else self._pace
-        seconds = min(seconds, MOST_SURPRISE * (pace * alone_s + added_s))
+        count = alone.request_count
+        pace = self._pace.get(count)
+        seconds = min(seconds, MOST_SURPRISE * ((pace or 1.0) * alone_s + added_s))
         if load == alone:
             self._steps_beside = 0
             share = 1.0 - (1.0 - LEARNING_SHARE) ** steps
             measured = seconds / alone_s
-            self._pace = measured if self._pace is None else pace + share * (measured - pace)
-            forgotten = 1.0 - (1.0 - FORGETTING_SHARE) ** steps
-            self._beside_s += forgotten * (self._predicted_beside_s - self._beside_s)
+            self._pace[count] = measured if pace is None else pace + share * (measured - pace)
+            self._excess *= (1.0 - FORGETTING_SHARE) ** steps
             return
         self._steps_beside += steps
-        if self._pace is None:
-            return
-        added_s *= self._correction
-        if not self._predicted_beside_s:
-            self._beside_s = self._predicted_beside_s = added_s
-        self._beside_s += BESIDE_SHARE * (seconds - pace * alone_s - self._beside_s)
-        self._predicted_beside_s += BESIDE_SHARE * (added_s - self._predicted_beside_s)
+        if pace is not None:
+            self._excess += LEARNING_SHARE * (seconds / (pace * alone_s) - 1.0 - self._excess)
 
     def _budget(self, load: StepLoad, offline_tokens: int) -> _FixedBudget:
         """That of steps like this one, of which so many tokens are offline's."""

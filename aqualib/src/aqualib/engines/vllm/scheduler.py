@@ -278,13 +278,14 @@ class AquaScheduler(EvictionScheduler):
         if not self._is_offline(name):
             self._policy.removed(name, request.num_output_tokens)
         if self.co_serving is not None:
+            now_s = time.monotonic()
             self.co_serving.attainment.ended(
                 name,
                 request.num_output_tokens,
-                time.monotonic(),
+                now_s,
                 is_left=request.status == RequestStatus.FINISHED_ABORTED,
             )
-            self.co_serving.removed(name)
+            self.co_serving.removed(name, now_s)
         self._holding.pop(name, None)
         return super()._free_request(request, *args, **kwargs)
 

@@ -59,19 +59,13 @@ class PlanCache:
     Args:
         paced: Told of a run that is over: its plan, and the seconds from one step to the next.
         block_tokens: Of a block.
-        lookahead_tokens: Beyond those that it computes, for which a request holds blocks.
     """
 
     def __init__(
-        self,
-        paced: Callable[[CoServingPlan, float, int], None],
-        *,
-        block_tokens: int,
-        lookahead_tokens: int = 0,
+        self, paced: Callable[[CoServingPlan, float, int], None], *, block_tokens: int
     ) -> None:
         self._paced = paced
         self._block_tokens = block_tokens
-        self._lookahead_tokens = lookahead_tokens
         self._settled: _SettledPlan | None = None
         self._running_count = 0
         # Blocks that the online requests take in each step from now on, the last one first.
@@ -96,13 +90,19 @@ class PlanCache:
         self._settled = None
         self._granted = 0
 
-    def online_changed(self) -> None:
-        """An online request came or went."""
+    def paused(self) -> None:
+        """The step that begins is not planned; how long the engine paused is no step's time."""
+        self.drop()
+        self._run = None
+
+    def online_changed(self, now_s: float) -> None:
+        """An online request came or went; it may have been the last for long."""
+        self.end_run(now_s)
         self._is_outdated = True
         self._granted = 0
 
     def end_run(self, now_s: float) -> None:
-        """The step that begins is not like those before it, or is planned anew."""
+        """The next step is not like those before it, or is planned anew."""
         run, self._run = self._run, None
         if run is not None and run.steps:
             self._paced(run.plan, (now_s - run.since_s) / run.steps, run.steps)
@@ -138,7 +138,6 @@ class PlanCache:
         self,
         online: Sequence[CoServedRequest],
         running_count: int,
-        now_s: float,
         *,
         bounds_online: bool,
     ) -> None:
@@ -147,7 +146,6 @@ class PlanCache:
         Args:
             online: All in memory.
             running_count: Requests of both classes.
-            now_s: When the step begins.
             bounds_online: Whether online requests may have no more than a token each.
         """
         assert self._settled is not None, "no plan stands"
@@ -159,7 +157,6 @@ class PlanCache:
             load = load.and_decode(each.known_tokens)
         plan = self._settled.plan._replace(online_tokens=count, load=load, online_load=load)
         tokens = count if bounds_online else self._settled.online_tokens
-        self.end_run(now_s)
         self._settle(_SettledPlan(plan, tokens), online, running_count, len(self._growth))
 
     def next(
@@ -223,7 +220,7 @@ class PlanCache:
         self._growth = [0] * steps
         size = self._block_tokens
         for each in online:
-            tokens, held_blocks = each.known_tokens + self._lookahead_tokens, each.held_blocks
+            tokens, held_blocks = each.known_tokens, each.held_blocks
             if after:
                 held_blocks = max(held_blocks, -(-tokens // size))
             first = max(0, held_blocks * size + 1 - tokens - after)

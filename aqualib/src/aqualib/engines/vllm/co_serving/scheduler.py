@@ -87,7 +87,6 @@ class CoServing:
         is_load_async: Whether KV comes back beside the steps.
         abortable_layers: Of the model on each rank, if its steps can be aborted; else None.
         overlaps_steps: Whether a step is scheduled while another runs, if neither may be aborted.
-        lookahead_tokens: For which a request holds blocks beyond those that it computes.
 
     Attributes:
         tokens: Of the step that is being scheduled; None while nothing is planned, as in a pause.
@@ -103,7 +102,6 @@ class CoServing:
         is_load_async: bool,
         abortable_layers: int | None = None,
         overlaps_steps: bool = False,
-        lookahead_tokens: int = 0,
     ) -> None:
         given = options.co_serving
         assert given is not None
@@ -124,9 +122,7 @@ class CoServing:
             ),
             block_tokens=block_tokens,
         )
-        self._settled: Final = PlanCache(
-            self.policy.paced, block_tokens=block_tokens, lookahead_tokens=lookahead_tokens
-        )
+        self._settled: Final = PlanCache(self.policy.paced, block_tokens=block_tokens)
         self._urgent = options.urgent
         self._offline: dict[str, float] = {}  # With the deadline of each.
         self._arrivals_s: dict[str, float] = {}
@@ -184,7 +180,7 @@ class CoServing:
         if service_class_of(request, self._urgent) is ServiceClass.ONLINE:
             if request.sampling_params is not None:  # Embeddings have no first token.
                 self.attainment.arrived(name, now_s - waited_s)
-            self._online_changed()
+            self._online_changed(now_s)
             return False
         self._settled.drop()
         self._offline[name] = now_s + finish_in_s_of(request)
@@ -227,13 +223,13 @@ class CoServing:
         is_first = any(request.request_id in self._offline for request in running)
         self.figures.counts.online_preempted_first += is_first
 
-    def removed(self, request_id: str) -> None:
+    def removed(self, request_id: str, now_s: float) -> None:
         """A request ended."""
         self._arrivals_s.pop(request_id, None)
         if self.aborts is not None:
             self.aborts.got_somewhere([request_id])
         if request_id not in self._offline:
-            self._online_changed()
+            self._online_changed(now_s)
             return
         self._settled.drop()
         self.figures.counts.offline_ended += 1
@@ -241,9 +237,9 @@ class CoServing:
         self._end_copies(request_id)
         self.policy.removed(request_id)
 
-    def _online_changed(self) -> None:
+    def _online_changed(self, now_s: float) -> None:
         self.figures.is_told = False
-        self._settled.online_changed()
+        self._settled.online_changed(now_s)
 
     def view(
         self, request: Any, *, computed_tokens: int = 0, held_blocks: int = 0
@@ -277,7 +273,7 @@ class CoServing:
 
     def paused(self) -> None:
         """The step that begins is not planned, as the engine pauses."""
-        self._settled.drop()
+        self._settled.paused()
 
     def plan(self, view: CoServingView) -> CoServingPlan:
         """What the next step does; its tokens are handed out from now on.
@@ -331,10 +327,10 @@ class CoServing:
         """Whether the last plan is to be told of the online requests that there are."""
         return self._settled.wants_online
 
-    def regroup(self, online: Sequence[CoServedRequest], running_count: int, now_s: float) -> None:
+    def regroup(self, online: Sequence[CoServedRequest], running_count: int) -> None:
         """Have the last plan go on for all online requests in memory (`PlanCache.regroup`)."""
         bounds = self.policy.bounds_online
-        self._settled.regroup(online, running_count, now_s, bounds_online=bounds)
+        self._settled.regroup(online, running_count, bounds_online=bounds)
 
     def settled_plan(
         self, free_blocks: int, running_count: int, now_s: float

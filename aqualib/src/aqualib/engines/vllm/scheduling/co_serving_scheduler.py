@@ -70,7 +70,6 @@ class CoServingScheduler(LendingScheduler):
     _holding: dict[str, CoServedRequest | None]
     _max_running: int
     max_num_scheduled_tokens: int
-    num_lookahead_tokens: int
 
     def _open_co_serving(self, options: AquaOptions, block_tokens: int) -> None:
         self.co_serving = None
@@ -93,7 +92,6 @@ class CoServingScheduler(LendingScheduler):
             is_load_async=is_load_async,
             abortable_layers=abortable_layers(self.vllm_config, options),
             overlaps_steps=self.vllm_config.max_concurrent_batches > 1,
-            lookahead_tokens=self.num_lookahead_tokens,
         )
         if self.co_serving.aborts is not None:
             hear_arrivals()
@@ -148,7 +146,7 @@ class CoServingScheduler(LendingScheduler):
             is_offline = co_serving.is_offline
             online = [r for r in self.running if not is_offline(r.request_id)]
             views = [self._in_memory(co_serving, request) for request in online]
-            co_serving.regroup(views, len(self.running), now_s)
+            co_serving.regroup(views, len(self.running))
         free_blocks = int(self.kv_cache_manager.block_pool.get_num_free_blocks())
         return co_serving.settled_plan(free_blocks, len(self.running), now_s)
 
