@@ -11,6 +11,7 @@ from aqua_schedulers.conserve import (
     CoServedRequest,
     CoServingView,
     Objectives,
+    StepLoad,
     StepTimeKey,
     StepTimeProfile,
 )
@@ -188,6 +189,16 @@ def test_what_the_last_plan_granted_is_shown_with_and_without_a_profile(tmp_path
         totals = served.totals()
         assert totals["offline_granted_tokens"] == plan.offline_tokens["document"] > 1
         assert totals["offline_limit_seconds"] == plan.limit_s == pytest.approx(0.1)
+
+
+def test_what_offline_tokens_cost_answers_is_shown(tmp_path: Path) -> None:
+    write_profile(tmp_path)
+    served = co_serving(step_profile=str(tmp_path))
+    assert served.totals()["offline_step_excess"] == 0.0
+    answer = StepLoad().and_decode(100)
+    for load, seconds in ((answer, 0.02), (answer.and_decode(100), 0.03)):
+        served.policy.times.paced(answer, load, seconds)
+    assert served.totals()["offline_step_excess"] > 0.0
 
 
 def test_a_step_without_a_limit_shows_none(tmp_path: Path) -> None:

@@ -112,6 +112,10 @@ class StepTimes:
 
     Args:
         profile: None starts with the fixed budget and stays there.
+
+    Attributes:
+        basis: What answers stand on now.
+        excess: Share by which steps were longer with offline tokens beside answers, on average.
     """
 
     def __init__(self, profile: StepTimeProfile | None) -> None:
@@ -122,7 +126,7 @@ class StepTimes:
         # are: the profile is off by as much as matters here, and by another share for each number.
         self._pace: dict[int, float] = {}
         self._steps_beside = 0
-        self._excess = 0.0
+        self.excess = 0.0
         self._calm_budget, self._busy_budget = _FixedBudget(), _FixedBudget()
         self.basis = PredictionBasis.FIXED if profile is None else PredictionBasis.PROFILE
 
@@ -136,11 +140,6 @@ class StepTimes:
         if self._profile is None or self.basis is PredictionBasis.FIXED:
             return float("inf") if load.new_tokens else 0.0
         return self._profile.seconds(load) * self._correction
-
-    @property
-    def excess(self) -> float:
-        """Share by which steps were longer with offline tokens beside answers, on average."""
-        return self._excess
 
     def allows(
         self, load: StepLoad, limit_s: float, offline_tokens: int, own_s: float = 0.0
@@ -162,8 +161,8 @@ class StepTimes:
         margin_s = SCATTER_MARGIN * self._scatter * max(0.0, expected_s - own_s)
         if own_s and self._steps_beside >= ALONE_EVERY:
             return False
-        if self._excess > TOLERATED_EXCESS:
-            margin_s += self._excess * own_s
+        if self.excess > TOLERATED_EXCESS:
+            margin_s += self.excess * own_s
         return expected_s + margin_s <= limit_s
 
     def chunk_within(
@@ -227,11 +226,11 @@ class StepTimes:
             share = 1.0 - (1.0 - LEARNING_SHARE) ** steps
             measured = seconds / alone_s
             self._pace[count] = measured if pace is None else pace + share * (measured - pace)
-            self._excess *= (1.0 - FORGETTING_SHARE) ** steps
+            self.excess *= (1.0 - FORGETTING_SHARE) ** steps
             return
         self._steps_beside += steps
         if pace is not None:
-            self._excess += LEARNING_SHARE * (seconds / (pace * alone_s) - 1.0 - self._excess)
+            self.excess += LEARNING_SHARE * (seconds / (pace * alone_s) - 1.0 - self.excess)
 
     def _budget(self, load: StepLoad, offline_tokens: int) -> _FixedBudget:
         """That of steps like this one, of which so many tokens are offline's."""

@@ -127,6 +127,7 @@ class CoServingTotals:
             "offline_budget_tokens": float(times.fixed_tokens if is_fixed else 0),
             "offline_granted_tokens": float(sum(plan.offline_tokens.values())),
             "offline_limit_seconds": plan.limit_s if isfinite(plan.limit_s) else 0.0,
+            "offline_step_excess": times.excess,
             "offline_requests_waiting": float(len(self._policy.waiting)),
             "checkpoint_lag_blocks": float(self._lag_blocks),
         }

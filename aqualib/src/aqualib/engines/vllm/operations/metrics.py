@@ -64,6 +64,7 @@ GAUGES: Final = {
     "offline_budget_tokens": "Offline tokens of a step without online ones, on the fixed budget.",
     "offline_granted_tokens": "Offline tokens that the last plan has let into its step.",
     "offline_limit_seconds": "Longest that the last plan let its step take; 0 if it has no limit.",
+    "offline_step_excess": "Share by which steps are longer with offline tokens beside answers.",
     "offline_requests_waiting": "Offline requests that hold no memory.",
     "checkpoint_lag_blocks": "Full blocks of offline requests in memory that have no copy yet.",
     "workers_without_coordinator": "Workers that no coordinator answers; they use host memory.",
