@@ -185,7 +185,7 @@ class FairPolicy:
         self._elapsed_steps += 1
         if self._backlog_tokens:
             self._backlog_tokens = max(0, self._backlog_tokens - self._token_budget)
-        return bool(len(self._waiting)) and (self._has_changed or self._is_slice_over)
+        return self.has_waiting and (self._has_changed or self._is_slice_over)
 
     def decide(self, engine: EngineView) -> Decision:
         """Choose which requests to preempt and to admit; called when `begin_step` said True."""

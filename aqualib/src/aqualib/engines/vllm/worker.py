@@ -42,7 +42,7 @@ class AquaWorker(PlatformWorker):
         """Run a step as vLLM does, or as far as it comes."""
         self._aborted = None
         if self._leaves_connector_alone(scheduler_output):
-            connector = kv_transfer_state._KV_CONNECTOR_AGENT  # noqa: SLF001 - as its second runner
+            connector = kv_transfer_state._KV_CONNECTOR_AGENT  # noqa: SLF001 - vLLM's runner 2 does
             kv_transfer_state._KV_CONNECTOR_AGENT = None  # noqa: SLF001
             try:
                 return super().execute_model(scheduler_output)
